@@ -1,0 +1,20 @@
+"""Exact attention for CuPy and NumPy arrays, without the score matrix in main memory."""
+
+from .api import attention, explain
+from .arrays import ArrayInfo
+from .environment import info
+from .merge import merge_states
+from .plan import Plan
+from .traffic import io_bytes
+from .version import __version__
+
+__all__ = [
+    "ArrayInfo",
+    "Plan",
+    "__version__",
+    "attention",
+    "explain",
+    "info",
+    "io_bytes",
+    "merge_states",
+]

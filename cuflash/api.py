@@ -1,0 +1,223 @@
+"""The public functions: arguments to spec, spec to plan, plan to result."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from . import families
+from .dispatch import choose
+from .operands import bind, prepare_spec
+from .plan import Plan
+from .runtime.device import Device, activate, named, of_array
+from .spec import OPTION_NAMES, Options
+from .validate import check_option_names
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_log = logging.getLogger("cuflash")
+
+
+def _checks_option_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Answer a mistyped option with the nearest right one; Python's own message names neither."""
+    known = frozenset(("q", "k", "v", *OPTION_NAMES))
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not kwargs.keys() <= known:
+            check_option_names(function.__name__, kwargs.keys() - {"q", "k", "v"})
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_checks_option_names
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom_right",
+    window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    block_mask: Any = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    out: Any = None,
+    kernel: str = "auto",
+    deterministic: bool = False,
+) -> Any:
+    """Exact attention, ``softmax(q @ k.swapaxes(-1, -2) * scale) @ v``.
+
+    Arrays may come from NumPy, CuPy, or anything with ``__dlpack__`` or
+    ``__cuda_array_interface__`` (torch, JAX, Numba); none is copied on the way in. Where they lie
+    decides what runs: NumPy arrays the tiled CPU family, GPU arrays the family that `explain`
+    names. Work is queued on the current CuPy stream without waiting for it.
+
+    Parameters
+    ----------
+    q : array
+        (seq, dim), (heads, seq, dim) or (batch, heads, seq, dim). float16 or bfloat16
+        (`ml_dtypes.bfloat16`) or float32; float64 too on the CPU. Any strides; stride 0 (broadcast)
+        is fine. ``dim`` is at most 256.
+    k, v : array
+        As q, with their own length, and a number of heads that divides q's (GQA, MQA): query head h
+        uses kv head ``h // (q_heads // kv_heads)``. v's last axis may differ from k's.
+    scale : float, optional
+        Factor of the raw scores; ``1 / sqrt(dim)`` where left out. Zero and negative values are
+        legal.
+    causal : bool
+        Query i sees key j when ``j <= i + kv_len - q_len`` (aligned bottom-right).
+    causal_align : {"bottom_right", "top_left"}
+        ``"top_left"`` aligns causal masking and `window` at the first key instead.
+    window : (left, right), optional
+        Query i sees keys from ``i + offset - left`` to ``i + offset + right``, both included, with
+        offset as for `causal`; None is no bound.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)``, before the bias.
+    mask : bool array, optional
+        True attends; broadcasts to (batch, heads, q_len, kv_len) in every layout.
+    bias : array, optional
+        Added to the scaled scores; broadcasts likewise; q's dtype or float32.
+    q_lens, kv_lens : (batch,) integers, optional
+        Used lengths of each batch entry; what lies beyond has no influence, whatever its bytes.
+        List, NumPy array, or array on q's device; the last is not read here, so not checked: values
+        beyond the length count as the length.
+    layout : {"bhsd", "bshd"}
+        Order of the axes of q, k, v and out.
+    return_lse : bool
+        Return the log-sum-exp too.
+    out : array, optional
+        Where to write the result; shaped like q with v's last axis, in q's dtype, sharing no memory
+        with the inputs.
+    kernel : str
+        ``"auto"``, or the name of a family to insist on.
+    deterministic : bool
+        The forward pass is bitwise reproducible either way; accepted so that calls can say so.
+    alibi_slopes, sinks, block_mask, dropout_p, seed
+        Not supported by any family yet.
+
+    Returns
+    -------
+    out : ndarray of q's array module, or the `out` that was given
+        A row that sees no key is 0.
+    lse : float32 ndarray, only with ``return_lse=True``
+        (batch, heads, seq) without the axes that q lacks: natural logarithm of the sum of
+        exponentials of the scaled and masked scores, -inf for a row that sees no key. float64
+        beside float64 inputs.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, what was given and what is expected, before anything runs.
+    NotImplementedError
+        Naming the option that no family supports, or each family's reason.
+
+    Notes
+    -----
+    Dao et al., "FlashAttention" (2022), algorithm 1; Dao, "FlashAttention-2" (2023), section 3.1.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((8, 100, 64), dtype=np.float32)
+    >>> k, v = rng.standard_normal((2, 2, 100, 64), dtype=np.float32)
+    >>> cuflash.attention(q, k, v, causal=True).shape
+    (8, 100, 64)
+    """
+    options = Options(
+        scale=scale,
+        causal=causal,
+        causal_align=causal_align,
+        window=window,
+        softcap=softcap,
+        mask=mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        block_mask=block_mask,
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        dropout_p=dropout_p,
+        seed=seed,
+        layout=layout,
+        return_lse=return_lse,
+        out=out,
+        kernel=kernel,
+        deterministic=deterministic,
+    )
+    spec, arrays, native = prepare_spec(q, k, v, options)
+    device = of_array(spec.device)
+    plan = choose(spec, device, kernel)
+    _log_once(plan)
+    with activate(device):
+        operands, result, lse = bind(spec, arrays, native)
+        if not spec.is_empty:
+            families.load(plan.family).run(plan, operands)
+    if out is not None:
+        result = out
+    return (result, lse) if return_lse else result
+
+
+def explain(q: Any, k: Any, v: Any, *, device: Device | str | None = None, **options: Any) -> Plan:
+    """The plan that `attention` would follow for the same arguments, without running anything.
+
+    Parameters
+    ----------
+    q, k, v : array or `ArrayInfo`
+        As in `attention`; an `ArrayInfo` describes an array that need not exist.
+    device : Device or str, optional
+        Ask for another device, such as ``"9.0"`` for that compute capability; the arrays' own where
+        left out.
+    **options
+        The options of `attention`.
+
+    Returns
+    -------
+    Plan
+        ``print(plan)`` shows it whole.
+
+    Examples
+    --------
+    >>> from cuflash import ArrayInfo, explain
+    >>> q = ArrayInfo((1, 8, 4096, 64), "float16")
+    >>> explain(q, q, q, causal=True, device="7.5").family
+    'standard'
+    """
+    check_option_names("explain", options)
+    chosen = Options(**options)
+    spec, _, _ = prepare_spec(q, k, v, chosen, stand_ins=True)
+    if device is None:
+        device = of_array(spec.device)
+    elif isinstance(device, str):
+        device = named(device)
+    return choose(spec, device, chosen.kernel)
+
+
+_logged: set[Plan] = set()
+
+
+def _log_once(plan: Plan) -> None:
+    """With CUFLASH_LOG=1 in the environment, log each plan the first time it is used."""
+    if os.environ.get("CUFLASH_LOG", "0") in ("", "0") or plan in _logged:
+        return
+    _logged.add(plan)
+    if not _log.handlers and not logging.getLogger().handlers:
+        _log.addHandler(logging.StreamHandler())
+    _log.setLevel(logging.INFO)
+    _log.info("%s", plan)

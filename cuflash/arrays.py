@@ -1,0 +1,189 @@
+"""Takes arrays from NumPy, CuPy, `__cuda_array_interface__` and DLPack without copying them.
+
+The rest of the library meets two kinds of array only, `numpy.ndarray` and `cupy.ndarray`, and
+decides everything from their `ArrayInfo`, so that the rules can be tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from . import dlpack
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayInfo:
+    """Shape, strides, dtype and place of an array, without its data.
+
+    Stands in for an array in `cuflash.explain`, so that a plan can be read without allocating
+    anything.
+
+    Parameters
+    ----------
+    shape : tuple of int
+    dtype : str
+        NumPy's name of the dtype, such as ``"float16"`` or ``"bfloat16"``.
+    device : str
+        ``"cpu"`` or ``"cuda:N"``.
+    strides : tuple of int, optional
+        In elements, not bytes; C-contiguous when left out.
+    aligned : bool
+        Whether the first element lies on a 16-byte boundary.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float16"
+    device: str = "cuda:0"
+    strides: tuple[int, ...] = field(default=())
+    aligned: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(map(int, self.shape)))
+        if not self.strides:
+            object.__setattr__(self, "strides", contiguous_strides(self.shape))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the array lies in GPU memory."""
+        return self.device != CPU
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a C-contiguous array of `shape`."""
+    strides = []
+    step = 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def adopt(name: str, obj: Any) -> Any:
+    """Return `obj` as a `numpy.ndarray` or `cupy.ndarray` over the same memory.
+
+    Raises
+    ------
+    TypeError
+        Naming `name`, when `obj` is not an array or can't be taken without a copy.
+    """
+    if isinstance(obj, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name}: got a masked array, whose mask would be lost; pass its .filled(...) data"
+        )
+    if isinstance(obj, np.ndarray):
+        return np.asarray(obj)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(obj, cupy.ndarray):
+        return obj
+    try:
+        if hasattr(obj, "__dlpack_device__"):
+            return _from_dlpack(obj)
+        if hasattr(obj, "__cuda_array_interface__"):
+            return _import_cupy(name).asarray(obj)
+    except (BufferError, RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
+        raise TypeError(
+            f"{name}: this {_type_name(obj)} could not be taken without a copy: {error}"
+        ) from error
+    raise TypeError(_not_an_array(name, obj))
+
+
+def describe(name: str, obj: Any) -> ArrayInfo:
+    """`ArrayInfo` of a native array, or `obj` itself when it is one already."""
+    if isinstance(obj, ArrayInfo):
+        return obj
+    dtype = obj.dtype
+    if not dtype.isnative:
+        raise TypeError(
+            f"{name}: got byte-swapped {dtype.newbyteorder('=').name}; expected native byte order"
+        )
+    size = max(dtype.itemsize, 1)
+    if isinstance(obj, np.ndarray):
+        address, device = obj.__array_interface__["data"][0], CPU
+    else:
+        address, device = obj.data.ptr, f"cuda:{obj.device.id}"
+    if any(step % size for step in obj.strides):
+        raise ValueError(
+            f"{name}: got byte strides {obj.strides}; expected multiples of the item size, {size}"
+        )
+    strides = tuple(step // size for step in obj.strides)
+    return ArrayInfo(obj.shape, _name(dtype), device, strides, address % 16 == 0)
+
+
+@functools.cache
+def _name(dtype: np.dtype[Any]) -> str:
+    return str(dtype.name)  # which NumPy builds anew each time
+
+
+def memory_range(array: Any) -> tuple[int, int]:
+    """First byte and the byte past the last one that a native array touches."""
+    if isinstance(array, np.ndarray):
+        start = array.__array_interface__["data"][0]
+    else:
+        start = array.data.ptr
+    if array.size == 0:
+        return start, start
+    low = sum(min((n - 1) * step, 0) for n, step in zip(array.shape, array.strides, strict=True))
+    high = sum(max((n - 1) * step, 0) for n, step in zip(array.shape, array.strides, strict=True))
+    return start + low, start + high + array.dtype.itemsize
+
+
+def may_overlap(a: Any, b: Any) -> bool:
+    """Whether two native arrays can touch the same bytes.
+
+    Interleaved views are told apart for NumPy only; on the GPU, address ranges decide.
+    """
+    a_low, a_high = memory_range(a)
+    b_low, b_high = memory_range(b)
+    if a_low >= b_high or b_low >= a_high:
+        return False
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.shares_memory(a, b)
+    return True
+
+
+def module_of(array: Any) -> Any:
+    """The array module, `numpy` or `cupy`, that made a native array."""
+    return np if isinstance(array, np.ndarray) else sys.modules["cupy"]
+
+
+def _from_dlpack(obj: Any) -> Any:
+    device_type = int(obj.__dlpack_device__()[0])
+    if device_type == dlpack.CPU_DEVICE:
+        return dlpack.as_numpy(obj)
+    # CuPy hands its current stream to the producer, which orders its pending work before ours.
+    return _import_cupy("array").from_dlpack(obj)
+
+
+def _import_cupy(name: str) -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise TypeError(
+            f"{name}: got an array in GPU memory, which needs CuPy: "
+            "pip install 'cuflash[cuda13]' (or cuda12)"
+        ) from error
+    return cupy
+
+
+def _type_name(obj: Any) -> str:
+    kind = type(obj)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _not_an_array(name: str, obj: Any) -> str:
+    hint = (
+        "; wrap it with numpy.asarray(...)"
+        if isinstance(obj, (list, tuple, int, float, np.generic))
+        else ""
+    )
+    return (
+        f"{name}: got {_type_name(obj)}; expected a NumPy or CuPy array, or an object with "
+        f"__dlpack__ or __cuda_array_interface__ (torch, JAX, Numba){hint}"
+    )

@@ -1,0 +1,218 @@
+"""Every family that this machine can run, against the float64 oracle, on fresh random inputs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from . import dispatch, families, oracle
+from .api import attention, explain
+from .runtime.device import CPU, Device, activate, cuda_devices
+
+_NUMPY_DTYPE = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
+
+# Largest |got - exact| / sum(weights * |v|) over the elements. Rounding a result to 16 bits costs
+# at most the unit roundoff u of that sum, rounding the weights as much again; float32 scores and
+# sums add some tens of theirs.
+_FLOAT32 = 64 * 2.0**-24
+TOLERANCE = {
+    "float16": 2 * 2.0**-11 + _FLOAT32,
+    "bfloat16": 2 * 2.0**-8 + _FLOAT32,
+    "float32": _FLOAT32,
+    "float64": 64 * 2.0**-53,
+}
+# Absolute error of the LSE: that of a float32 score below 32, a few units of 2**-24 * 32.
+LSE_TOLERANCE = {"float16": 1e-5, "bfloat16": 1e-5, "float32": 1e-5, "float64": 1e-13}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Shapes and options of one check: (batch, heads, kv heads, queries, keys, dim, dim of v)."""
+
+    name: str
+    shape: tuple[int, int, int, int, int, int, int]
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+PROBLEMS = (
+    Problem("full", (2, 4, 4, 200, 200, 64, 64)),
+    Problem("causal", (2, 4, 4, 257, 257, 128, 128), (("causal", True),)),
+    Problem("grouped heads", (1, 6, 2, 130, 190, 64, 64), (("causal", True),)),
+    Problem("one query", (2, 8, 1, 1, 777, 64, 64), (("causal", True),)),
+    Problem("more queries than keys", (1, 2, 2, 70, 33, 64, 64), (("causal", True),)),
+    Problem(
+        "top-left causal",
+        (1, 2, 2, 90, 150, 64, 64),
+        (("causal", True), ("causal_align", "top_left")),
+    ),
+    Problem("window", (1, 4, 2, 300, 300, 96, 96), (("window", (40, 7)),)),
+    Problem("softcap", (1, 2, 2, 128, 128, 64, 64), (("softcap", 5.0),)),
+    Problem("mask", (2, 2, 1, 100, 140, 64, 64), (("mask", "random"),)),
+    Problem("bias", (2, 2, 2, 100, 140, 64, 64), (("bias", "random"),)),
+    Problem(
+        "lengths",
+        (3, 2, 2, 64, 96, 64, 64),
+        (("causal", True), ("q_lens", [64, 0, 17]), ("kv_lens", [96, 40, 0])),
+    ),
+    Problem("negative scale", (1, 2, 2, 64, 64, 64, 64), (("scale", -0.3),)),
+    Problem("odd dims", (1, 2, 2, 75, 50, 61, 19)),
+    Problem("dim 256", (1, 2, 2, 150, 150, 256, 256), (("causal", True),)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Outcome of one problem on one family. Errors are None where it was refused."""
+
+    family: str
+    device: str
+    dtype: str
+    problem: str
+    error: float | None
+    lse_error: float | None
+    passed: bool
+    note: str = ""
+
+
+def run(
+    families_wanted: tuple[str, ...] = (), dtypes: tuple[str, ...] = (), seed: int | None = None
+) -> Iterator[Result]:
+    """Check families one problem after another; an empty selection means all.
+
+    Parameters
+    ----------
+    families_wanted, dtypes : tuple of str
+        Names to keep.
+    seed : int, optional
+        Of the inputs; fresh ones where left out.
+
+    Yields
+    ------
+    Result
+    """
+    rng = np.random.default_rng(secrets.randbits(64) if seed is None else seed)
+    for device in (CPU, *cuda_devices()):
+        for dtype, numpy_dtype in _NUMPY_DTYPE.items():
+            for problem in PROBLEMS:
+                arrays, options = inputs(problem, numpy_dtype, rng)
+                for family in families.BUILT:
+                    wanted = not families_wanted or family in families_wanted
+                    if (
+                        wanted
+                        and (not dtypes or dtype in dtypes)
+                        and _runs_on(family, device, dtype)
+                    ):
+                        yield _check(family, device, problem, dtype, arrays, options)
+
+
+def inputs(
+    problem: Problem, dtype: Any, rng: np.random.Generator
+) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
+    """Random NumPy arrays of a problem, and its options; NaN stands where nothing may be read."""
+    batch, heads, kv_heads, q_len, kv_len, dim, dim_v = problem.shape
+    options = dict(problem.options)
+    arrays = {
+        "q": rng.standard_normal((batch, heads, q_len, dim)),
+        "k": rng.standard_normal((batch, kv_heads, kv_len, dim)),
+        "v": rng.standard_normal((batch, kv_heads, kv_len, dim_v)),
+    }
+    arrays = {name: array.astype(dtype) for name, array in arrays.items()}
+    for b, length in enumerate(options.get("kv_lens", ())):
+        arrays["k"][b, :, length:] = np.nan
+        arrays["v"][b, :, length:] = np.nan
+    if "mask" in options:
+        options["mask"] = rng.random((batch, 1, q_len, kv_len)) < 0.3
+        options["mask"][:, :, ::7] = False
+    if "bias" in options:
+        options["bias"] = rng.standard_normal((heads, q_len, kv_len)).astype(dtype)
+    return arrays, options
+
+
+def scaled_error(
+    got: np.ndarray[Any, Any], exact: np.ndarray[Any, Any], size: np.ndarray[Any, Any]
+) -> float:
+    """Largest |got - exact| / size over the elements, with `size` the same attention over |v|.
+
+    Infinite for a NaN, and where `size` is 0 (a row that sees no key) but `got` is not.
+    """
+    error = np.abs(got.astype(np.float64) - exact)
+    if np.isnan(error).any() or (error[size == 0] > 0).any():
+        return float("inf")
+    return float((error / np.where(size == 0, 1.0, size)).max(initial=0.0))
+
+
+def _runs_on(family: str, device: Device, dtype: str) -> bool:
+    if dtype == "float64" and device.kind == "cuda":
+        return False  # refused before dispatch
+    return (family == "reference") == (device.kind == "cpu")
+
+
+def _check(
+    family: str,
+    device: Device,
+    problem: Problem,
+    dtype: str,
+    arrays: dict[str, np.ndarray[Any, Any]],
+    options: dict[str, Any],
+) -> Result:
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    exact, exact_lse = oracle.attention(q, k, v, **options)
+    size, _ = oracle.attention(q, k, np.abs(v), **options)
+    with activate(device):
+        moved = {name: _on(device, array) for name, array in arrays.items()}
+        moved_options = {
+            n: _on(device, o) if isinstance(o, np.ndarray) else o for n, o in options.items()
+        }
+        moved_options["out"] = _poisoned(device, exact.shape, arrays["q"].dtype)
+        place = str(device) if device.kind == "cpu" else f"{device.name} {device.index}"
+        plan = explain(**moved, **moved_options)
+        if reasons := dispatch.reasons_against(family, plan.spec, device):
+            return Result(
+                family,
+                place,
+                dtype,
+                problem.name,
+                None,
+                None,
+                True,
+                f"refused: {'; '.join(reasons)}",
+            )
+        out, lse = attention(**moved, **moved_options, return_lse=True, kernel=family)
+        out, lse = _back(out), _back(lse)
+    error, lse_error = scaled_error(out, exact, size), _absolute_error(lse, exact_lse)
+    passed = error <= TOLERANCE[dtype] and lse_error <= LSE_TOLERANCE[dtype]
+    return Result(family, place, dtype, problem.name, error, lse_error, passed)
+
+
+def _absolute_error(got: np.ndarray[Any, Any], exact: np.ndarray[Any, Any]) -> float:
+    same = got == exact  # -inf on both sides
+    with np.errstate(invalid="ignore"):
+        distance = np.where(same, 0.0, np.abs(got.astype(np.float64) - exact))
+    return float("inf") if np.isnan(distance).any() else float(distance.max(initial=0.0))
+
+
+def _on(device: Device, array: np.ndarray[Any, Any]) -> Any:
+    if device.kind == "cpu":
+        return array
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def _poisoned(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Output memory full of NaN, so that an element that was not written shows."""
+    return _on(device, np.full(shape, np.nan, dtype))
+
+
+def _back(array: Any) -> np.ndarray[Any, Any]:
+    return array if isinstance(array, np.ndarray) else array.get()

@@ -1,0 +1,82 @@
+"""Chooses the family of a problem. The only file that knows them all; it imports no CuPy, so every
+rule is testable.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from . import families
+from .plan import Plan, Refusal
+from .runtime.device import Device
+from .spec import AttentionSpec
+from .validate import one_of
+
+# The first family that takes a problem runs it.
+PREFERENCE = ("sm90_fp8", "sm90", "sm80", "standard", "reference")
+AUTO = "auto"
+KERNELS = (AUTO, *PREFERENCE)
+
+
+def choose(spec: AttentionSpec, device: Device, kernel: str = AUTO) -> Plan:
+    """The plan of a problem on a device.
+
+    Raises
+    ------
+    ValueError
+        For a `kernel` that is not a family's name.
+    NotImplementedError
+        With each reason, when the family asked for, or every family, refuses the problem.
+    """
+    return _choose(spec, device, one_of("kernel", kernel, KERNELS))
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(spec: AttentionSpec, device: Device, kernel: str) -> Plan:
+    refused: list[Refusal] = []
+    for name in PREFERENCE if kernel == AUTO else (kernel,):
+        reasons = reasons_against(name, spec, device)
+        if not reasons:
+            family = families.load(name)
+            why = family.why(spec, device) if kernel == AUTO else f"asked for by kernel={kernel!r}"
+            return Plan(spec, device, name, why, family.plan(spec, device), tuple(refused))
+        refused.append(Refusal(name, tuple(reasons)))
+    asked = "" if kernel == AUTO else f"kernel={kernel!r}: "
+    lines = "; ".join(f"{refusal.family}: {', '.join(refusal.reasons)}" for refusal in refused)
+    raise NotImplementedError(f"{asked}no family takes this problem on {device}. {lines}")
+
+
+def reasons_against(name: str, spec: AttentionSpec, device: Device) -> list[str]:
+    """Why a family does not take a problem; empty when it does."""
+    if name in families.BUILT:
+        return families.load(name).supports(spec, device)
+    return [*_NOT_BUILT[name](spec, device), "not part of this version"]
+
+
+def _needs(
+    capability: str, matches: Callable[[tuple[int, int]], bool], dtypes: tuple[str, ...]
+) -> Rule:
+    def rule(spec: AttentionSpec, device: Device) -> list[str]:
+        reasons = []
+        if device.compute_capability is None:
+            reasons.append("needs a GPU")
+        elif not matches(device.compute_capability):
+            major, minor = device.compute_capability
+            reasons.append(f"needs compute capability {capability}, not {major}.{minor}")
+        if spec.dtype not in dtypes:
+            reasons.append(f"takes {' and '.join(dtypes)}, not {spec.dtype}")
+        return reasons
+
+    return rule
+
+
+Rule = Callable[[AttentionSpec, Device], list[str]]
+
+# What is settled already about families that this version does not carry; each rule moves to its
+# family's module.
+_NOT_BUILT: dict[str, Rule] = {
+    "sm90_fp8": _needs("9.0", lambda cc: cc == (9, 0), ("float8_e4m3",)),
+    "sm90": _needs("9.0", lambda cc: cc == (9, 0), ("float16", "bfloat16")),
+    "sm80": _needs("8.0 or newer", lambda cc: cc >= (8, 0), ("float16", "bfloat16")),
+}

@@ -1,0 +1,39 @@
+"""Kernel families. Each is a module with the same three verbs:
+
+``supports(spec, device)``  reasons why it can't take a problem; none when it can ``plan(spec,
+device)``      how it would run it: `Tiling`; and ``why(spec, device)`` one line for people
+``run(plan, operands)``     do it
+
+The first two never import CuPy. Adding an architecture is adding a module and its name here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol, cast
+
+from ..operands import Operands
+from ..plan import Plan, Tiling
+from ..runtime.device import Device
+from ..spec import AttentionSpec
+
+
+class Family(Protocol):
+    """The verbs of a family module."""
+
+    def supports(self, spec: AttentionSpec, device: Device) -> list[str]: ...
+
+    def why(self, spec: AttentionSpec, device: Device) -> str: ...
+
+    def plan(self, spec: AttentionSpec, device: Device) -> Tiling: ...
+
+    def run(self, plan: Plan, operands: Operands) -> None: ...
+
+
+BUILT = ("standard", "reference")
+
+
+def load(name: str) -> Family:
+    """The module of a built family, imported on first use."""
+    module: Any = importlib.import_module(f".{name}", __name__)
+    return cast(Family, module)

@@ -1,0 +1,244 @@
+"""Standard attention on any GPU: S = Q Kᵀ, a softmax pass, O = P V, with cuBLAS products.
+
+The baseline that a fused kernel has to beat, and the family of last resort. The score matrix does
+go through main memory, in chunks of query rows that keep it within a fixed workspace. Products take
+16-bit operands with float32 results, so errors are those of the fused kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import numpy as np
+
+from ..operands import Operands
+from ..plan import Plan, Tiling
+from ..runtime import cublas, source
+from ..runtime.device import Device
+from ..spec import AttentionSpec
+
+_WORKSPACE = 256 << 20
+_MAX_MATRICES = 32768  # products of one cuBLAS call
+_THREADS = 256
+_UNBOUNDED = 1 << 62
+_CPP_TYPE = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
+
+_CHUNK = np.dtype(
+    [
+        (name, np.uint64)
+        for name in ("scores", "weights", "totals", "lse", "mask", "bias", "q_lens", "kv_lens")
+    ]
+    + [("mask_strides", np.int64, 4), ("bias_strides", np.int64, 4)]
+    + [
+        (name, np.int64)
+        for name in ("left", "right", "q_len", "kv_len", "first_row", "first_key", "pitch")
+    ]
+    + [
+        (name, np.int32)
+        for name in ("group", "q_heads", "heads", "rows", "keys", "first_entry", "first_head")
+    ]
+    + [("top_left", np.int32), ("softcap", np.float32)],
+    align=True,
+)
+
+
+def supports(spec: AttentionSpec, device: Device) -> list[str]:
+    return [] if device.kind == "cuda" else ["needs a GPU"]
+
+
+def why(spec: AttentionSpec, device: Device) -> str:
+    return "any GPU: three passes over scores in main memory; no fused family takes this problem"
+
+
+def plan(spec: AttentionSpec, device: Device) -> Tiling:
+    group, pitch = max(spec.group, 1), _pitch(spec.kv_len)
+    operand = _operand_dtype(spec, device)
+    row_bytes = group * (pitch * (4 if operand == "float32" else 6) + 4 * (spec.head_dim_v + 1))
+    matrices = min(
+        _WORKSPACE // max(row_bytes * spec.q_len, 1), spec.batch * spec.kv_heads, _MAX_MATRICES
+    )
+    if matrices >= max(spec.kv_heads, 1):  # whole batch entries
+        matrices -= matrices % max(spec.kv_heads, 1)
+    matrices = max(matrices, 1)
+    rows = max(1, min(spec.q_len, _WORKSPACE // (matrices * row_bytes)))
+    note = f"products of {operand}, results in float32"
+    return Tiling(rows, spec.kv_len, matrices * group, matrices * rows * row_bytes, note)
+
+
+def run(plan: Plan, operands: Operands) -> None:
+    call = _Call(plan, operands)
+    spec = plan.spec
+    matrices = plan.tiling.heads // max(spec.group, 1)
+    entries, heads = max(matrices // spec.kv_heads, 1), min(matrices, spec.kv_heads)
+    for entry in range(0, spec.batch, entries):
+        for head in range(0, spec.kv_heads, heads):
+            for row in range(0, spec.q_len, plan.tiling.q_rows):
+                call.chunk(
+                    slice(entry, min(entry + entries, spec.batch)),
+                    slice(head, min(head + heads, spec.kv_heads)),
+                    slice(row, min(row + plan.tiling.q_rows, spec.q_len)),
+                )
+
+
+class _Call:
+    """One call: the kernels, the arguments that stay, and the three passes over a chunk."""
+
+    def __init__(self, plan: Plan, operands: Operands) -> None:
+        import cupy
+
+        self.cupy, self.spec, self.operands = cupy, plan.spec, operands
+        self.dtype = _operand_dtype(plan.spec, plan.device)
+        bias = plan.spec.bias
+        self.softmax_rows, self.store_rows = _kernels(
+            plan.device.index,
+            self.dtype,
+            "float32" if bias is None else bias.dtype,
+            plan.spec.dtype,
+        )
+        self.q_lens, self.kv_lens = (
+            None if lens is None else cupy.asarray(lens, dtype=np.int64)
+            for lens in (operands.q_lens, operands.kv_lens)
+        )
+
+    def chunk(self, entries: slice, heads: slice, rows: slice) -> None:
+        spec, operands, cupy = self.spec, self.operands, self.cupy
+        q_heads = slice(heads.start * spec.group, heads.stop * spec.group)
+        begin, end = 0, spec.kv_len
+        if self.q_lens is None and self.kv_lens is None:
+            begin, end = spec.key_range(rows.start, rows.stop - 1, spec.diagonal, spec.kv_len)
+        if begin == end:
+            self._bits(operands.out)[entries, q_heads, rows] = 0
+            if operands.lse is not None:
+                operands.lse[entries, q_heads, rows] = -np.inf
+            return
+
+        keys = slice(begin, end)
+        n_entries, n_heads, n_rows = (s.stop - s.start for s in (entries, heads, rows))
+        matrices, stacked = n_entries * n_heads, spec.group * n_rows
+        q = self._matrices(operands.q[entries, q_heads, rows], matrices, stacked)
+        k = self._matrices(operands.k[entries, heads, keys], matrices, end - begin)
+        v = self._values(entries, heads, keys, matrices)
+
+        pitch = _pitch(end - begin)
+        scores = cupy.empty((matrices, stacked, pitch), np.float32)
+        weights = scores if self.dtype == "float32" else cupy.empty(scores.shape, np.uint16)
+        totals = cupy.empty((matrices, stacked), np.float32)
+        sums = cupy.empty((matrices, stacked, spec.head_dim_v), np.float32)
+        arguments = self._arguments(entries, heads, rows, keys)
+        for name, array in (("scores", scores), ("weights", weights), ("totals", totals)):
+            arguments[name] = array.data.ptr
+        arguments["pitch"] = pitch
+
+        cublas.scores(q, k, scores, spec.scale, self.dtype)
+        self.softmax_rows((matrices * stacked,), (_THREADS,), (arguments,))
+        cublas.weighted_sums(weights, v, sums, end - begin, self.dtype)
+        out = operands.out
+        strides = tuple(np.int64(step // out.dtype.itemsize) for step in out.strides)
+        blocks = min(-(-sums.size // _THREADS), 1 << 20)
+        self.store_rows(
+            (blocks,),
+            (_THREADS,),
+            (
+                arguments,
+                sums,
+                np.uint64(out.data.ptr),
+                *strides,
+                np.int32(spec.head_dim_v),
+                np.int64(sums.size),
+            ),
+        )
+
+    def _matrices(self, view: Any, count: int, rows: int) -> Any:
+        """A 4-D view as contiguous, 16-byte aligned (count, rows, dim) matrices of the operand
+        dtype.
+        """
+        if self.dtype == "float32":
+            view = view.astype(np.float32, copy=False)
+        bits = self.cupy.ascontiguousarray(self._bits(view).reshape(count, rows, view.shape[-1]))
+        return bits if bits.data.ptr % 16 == 0 else bits.copy()
+
+    def _values(self, entries: slice, heads: slice, keys: slice, matrices: int) -> Any:
+        """V of a chunk; rows past kv_lens become 0, for a weight of 0 times NaN is NaN."""
+        view = self.operands.v[entries, heads, keys]
+        if self.kv_lens is not None:
+            index = self.cupy.arange(keys.start, keys.stop)
+            used = index[None, :] < self.kv_lens[entries, None]
+            bits = self._bits(view)
+            view = self.cupy.where(used[:, None, :, None], bits, bits.dtype.type(0)).view(
+                view.dtype
+            )
+        return self._matrices(view, matrices, keys.stop - keys.start)
+
+    def _bits(self, view: Any) -> Any:
+        """16-bit elements as integers: moving them needs no arithmetic on bfloat16."""
+        return view.view(np.uint16) if view.dtype.itemsize == 2 else view
+
+    def _arguments(
+        self, entries: slice, heads: slice, rows: slice, keys: slice
+    ) -> np.ndarray[Any, Any]:
+        spec, operands = self.spec, self.operands
+        arguments = np.zeros((), _CHUNK)
+        for name, array in (("mask", operands.mask), ("bias", operands.bias)):
+            if array is not None:
+                arguments[name] = array.data.ptr
+                arguments[f"{name}_strides"] = [
+                    step // array.dtype.itemsize for step in array.strides
+                ]
+        for name, array in (
+            ("lse", operands.lse),
+            ("q_lens", self.q_lens),
+            ("kv_lens", self.kv_lens),
+        ):
+            if array is not None:
+                arguments[name] = array.data.ptr
+        arguments["left"] = _UNBOUNDED if spec.left is None else spec.left
+        arguments["right"] = _UNBOUNDED if spec.right is None else spec.right
+        arguments["top_left"] = spec.top_left
+        arguments["softcap"] = spec.softcap or 0.0
+        arguments["q_len"], arguments["kv_len"] = spec.q_len, spec.kv_len
+        arguments["group"], arguments["q_heads"] = spec.group, spec.q_heads
+        arguments["heads"], arguments["first_head"] = heads.stop - heads.start, heads.start
+        arguments["rows"], arguments["first_row"] = rows.stop - rows.start, rows.start
+        arguments["keys"], arguments["first_key"] = keys.stop - keys.start, keys.start
+        arguments["first_entry"] = entries.start
+        return arguments
+
+
+def _pitch(keys: int) -> int:
+    """Elements between rows of scores: a multiple of 16 bytes in 16-bit, for cuBLAS's tensor-core
+    kernels.
+    """
+    return -(-keys // 8) * 8
+
+
+def _operand_dtype(spec: AttentionSpec, device: Device) -> str:
+    """cuBLAS multiplies bfloat16 from compute capability 8.0 on only."""
+    lacks_bfloat16 = device.compute_capability is not None and device.compute_capability < (8, 0)
+    return "float32" if spec.dtype == "bfloat16" and lacks_bfloat16 else spec.dtype
+
+
+_compiling = threading.Lock()  # functools.cache alone lets threads that meet compile twice
+
+
+def _kernels(device_index: int, weight: str, bias: str, out: str) -> tuple[Any, Any]:
+    with _compiling:
+        return _compile(device_index, weight, bias, out)
+
+
+@functools.cache
+def _compile(device_index: int, weight: str, bias: str, out: str) -> tuple[Any, Any]:
+    """By NVRTC through CuPy, whose disk cache keeps the result; loaded once for each device."""
+    import cupy
+
+    softmax_rows = (
+        f"cuflash::softmax_rows<cuflash::{_CPP_TYPE[weight]}, cuflash::{_CPP_TYPE[bias]}>"
+    )
+    store_rows = f"cuflash::store_rows<cuflash::{_CPP_TYPE[out]}>"
+    module = cupy.RawModule(
+        code=source.read("standard/softmax.cu"),
+        options=("-std=c++17",),
+        name_expressions=(softmax_rows, store_rows),
+    )
+    return module.get_function(softmax_rows), module.get_function(store_rows)
