@@ -1,0 +1,73 @@
+"""GPU tests are skipped where there is none; where there is one, their outcome can be recorded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash.runtime import device, source
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-record",
+        type=Path,
+        metavar="FILE",
+        help="write the outcome of the GPU tests and the hash of each CUDA source to FILE",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = device.unavailable_reason()
+    if not reason:
+        return
+    skip = pytest.mark.skip(reason=f"no GPU: {reason.splitlines()[0]}")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    path = config.getoption("--gpu-record")
+    if path is None:
+        return
+    counts = {
+        outcome: sum("gpu" in report.keywords for report in terminalreporter.stats.get(outcome, []))
+        for outcome in ("passed", "failed", "error", "skipped")
+    }
+    path.write_text(json.dumps(gpu_record(counts), indent=2) + "\n")
+    terminalreporter.write_line(f"GPU record: {path}: {counts}")
+
+
+def gpu_record(counts: dict[str, int]) -> dict[str, Any]:
+    """What ran where: device, versions, counts, and the CUDA sources it was about."""
+    import cupy
+
+    gpu = device.cuda_device(cupy.cuda.Device().id)
+    return {
+        "device": str(gpu),
+        "cuda": cuflash.info().cuda,
+        "cupy": cupy.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "cuflash": cuflash.__version__,
+        "counts": counts,
+        "cuda_src": cuda_source_hashes(),
+    }
+
+
+def cuda_source_hashes() -> dict[str, str]:
+    """SHA-256 of each CUDA source, by its path below cuda_src."""
+    root = source.root()
+    return {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(root.rglob("*"))
+        if path.suffix in (".cu", ".cuh")
+    }
