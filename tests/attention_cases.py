@@ -302,7 +302,7 @@ def run(call: ForwardCall, backend: Backend, kernel: str) -> Outcome:
         # Faults of a kernel surface when its result is read.
         results = result if options.get("return_lse") else (result,)
         host = [backend.to_host(x) for x in results]
-    except Exception as error:  # noqa: BLE001 - a case says which error is right
+    except Exception as error:
         return Outcome({}, error)
     return Outcome(dict(zip(("out", "lse"), host, strict=False)))
 

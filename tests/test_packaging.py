@@ -1,4 +1,4 @@
-"""The wheel, built from the source distribution and installed elsewhere, carries the CUDA sources."""
+"""The wheel, built from the source distribution and installed elsewhere, is complete."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree.mkdir()
     for name in SHIPPED:
         if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, tree / name)
     dist, target = work / "dist", work / "site"
