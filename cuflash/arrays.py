@@ -7,6 +7,7 @@ decides everything from their `ArrayInfo`, so that the rules can be tested where
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,14 @@ class ArrayInfo:
         object.__setattr__(self, "shape", tuple(map(int, self.shape)))
         if not self.strides:
             object.__setattr__(self, "strides", contiguous_strides(self.shape))
+        if min(self.shape, default=0) < 0:
+            raise ValueError(f"shape: got {self.shape}; expected lengths of 0 or more")
+        if len(self.strides) != len(self.shape):
+            raise ValueError(
+                f"strides: got {self.strides}; expected one for each axis of {self.shape}"
+            )
+        if self.device != CPU and not re.fullmatch(r"cuda:\d+", self.device):
+            raise ValueError(f"device: got {self.device!r}; expected 'cpu' or 'cuda:N'")
 
     @property
     def on_gpu(self) -> bool:
@@ -84,7 +93,7 @@ def adopt(name: str, obj: Any) -> Any:
         return obj
     try:
         if hasattr(obj, "__dlpack_device__"):
-            return _from_dlpack(obj)
+            return _from_dlpack(name, obj)
         if hasattr(obj, "__cuda_array_interface__"):
             return _import_cupy(name).asarray(obj)
     except (BufferError, RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
@@ -134,6 +143,22 @@ def memory_range(array: Any) -> tuple[int, int]:
     return start + low, start + high + array.dtype.itemsize
 
 
+def may_repeat(info: ArrayInfo) -> bool:
+    """Whether two indices of an array can be one place in memory, as in a broadcast view.
+
+    Strides that nest, each beyond what the smaller ones reach, can't; any others may.
+    """
+    if 0 in info.shape:
+        return False
+    reach = 0
+    axes = ((abs(step), n) for step, n in zip(info.strides, info.shape, strict=True) if n > 1)
+    for step, n in sorted(axes):
+        if step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
+
+
 def may_overlap(a: Any, b: Any) -> bool:
     """Whether two native arrays can touch the same bytes.
 
@@ -153,12 +178,12 @@ def module_of(array: Any) -> Any:
     return np if isinstance(array, np.ndarray) else sys.modules["cupy"]
 
 
-def _from_dlpack(obj: Any) -> Any:
+def _from_dlpack(name: str, obj: Any) -> Any:
     device_type = int(obj.__dlpack_device__()[0])
     if device_type == dlpack.CPU_DEVICE:
         return dlpack.as_numpy(obj)
     # CuPy hands its current stream to the producer, which orders its pending work before ours.
-    return _import_cupy("array").from_dlpack(obj)
+    return _import_cupy(name).from_dlpack(obj)
 
 
 def _import_cupy(name: str) -> Any:

@@ -48,6 +48,7 @@ PROBLEMS = (
     Problem("full", (2, 4, 4, 200, 200, 64, 64)),
     Problem("causal", (2, 4, 4, 257, 257, 128, 128), (("causal", True),)),
     Problem("grouped heads", (1, 6, 2, 130, 190, 64, 64), (("causal", True),)),
+    Problem("several tiles", (1, 4, 2, 300, 1200, 64, 64), (("causal", True),)),
     Problem("one query", (2, 8, 1, 1, 777, 64, 64), (("causal", True),)),
     Problem("more queries than keys", (1, 2, 2, 70, 33, 64, 64), (("causal", True),)),
     Problem(

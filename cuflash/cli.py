@@ -136,6 +136,8 @@ def _info(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     shape = options.shape
+    if not 2 <= len(shape) <= 4:
+        raise ValueError(f"--shape: got {shape}; expected B,H,S,D, H,S,D or S,D")
     device = options.device or ("cpu" if info().gpu_missing else None)
     place = "cpu" if device == "cpu" else "cuda:0"
     seq_axis, head_axis = (-3, -2) if options.layout == "bshd" and len(shape) > 2 else (-2, -3)

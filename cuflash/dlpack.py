@@ -103,7 +103,8 @@ def _bfloat16_export(obj: Any) -> _Exported | None:
         tensor, read_only = managed.tensor, bool(managed.flags & _READ_ONLY_FLAG)
     else:
         pointer = _capsule_pointer(capsule, b"dltensor")
-        tensor, read_only = ctypes.cast(pointer, ctypes.POINTER(_DLTensor)).contents, False
+        # The old form can't say whether it may be written; NumPy takes it not to, and so do we.
+        tensor, read_only = ctypes.cast(pointer, ctypes.POINTER(_DLTensor)).contents, True
     kind = tensor.dtype
     if (kind.code, kind.bits, kind.lanes) != (_BFLOAT_CODE, 16, 1):
         return None

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from .arrays import adopt, module_of
-from .validate import LAYOUTS, one_of
+from .validate import CPU_DTYPES, LAYOUTS, one_of
+
+LSE_DTYPES = ("float32", "float64")
 
 
 def merge_states(
@@ -40,6 +42,9 @@ def merge_states(
         When the parts don't fit together.
     """
     one_of("layout", layout, LAYOUTS)
+    for name, given in (("outs", outs), ("lses", lses)):
+        if not isinstance(given, Sequence):
+            raise TypeError(f"{name}: got {type(given).__name__}; expected a list of arrays")
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(
             f"outs, lses: got {len(outs)} and {len(lses)} parts; "
@@ -52,20 +57,17 @@ def merge_states(
     xp = module_of(parts[0])
     dtype = np.float64 if parts[0].dtype == np.float64 else np.float32
     stacked = xp.stack([norm.astype(dtype) for norm in norms])
-    top = stacked.max(axis=0)
-    shift = xp.where(xp.isneginf(top), dtype(0), top)  # all parts empty: weights 0 rather than NaN
-    weights = xp.exp(stacked - shift)
-    total = weights.sum(axis=0)
-    # log(0) would warn on the CPU; rows without keys get their -inf by selection.
-    lse = xp.where(total > 0, shift + xp.log(xp.where(total > 0, total, dtype(1))), top)
-    share = xp.where(total > 0, weights / xp.where(total > 0, total, dtype(1)), weights)
-
-    out = None
-    for part, weight in zip(parts, share, strict=True):
-        column = _like_out(weight, layout)[..., None]
-        term = xp.where(column == 0, dtype(0), part.astype(dtype) * column)
-        out = term if out is None else out + term
-    assert out is not None
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        top = stacked.max(axis=0)
+        shift = xp.where(xp.isneginf(top), dtype(0), top)  # all parts empty: weights 0, not NaN
+        weights = xp.exp(stacked - shift)
+        total = weights.sum(axis=0)
+        lse = shift + xp.log(total)
+        shares = xp.where(total == 0, dtype(0), weights / total)
+        out = xp.zeros(parts[0].shape, dtype)
+        for part, share in zip(parts, shares, strict=True):
+            column = _like_out(share, layout)[..., None]
+            out += xp.where(column == 0, dtype(0), part.astype(dtype) * column)
     return out.astype(parts[0].dtype), lse.astype(norms[0].dtype)
 
 
@@ -75,6 +77,12 @@ def _like_out(norm: Any, layout: str) -> Any:
 
 def _check_parts(parts: list[Any], norms: list[Any], layout: str) -> None:
     first = parts[0]
+    for name, arrays, allowed in (("outs", parts, CPU_DTYPES), ("lses", norms, LSE_DTYPES)):
+        for i, array in enumerate(arrays):
+            if array.dtype.name not in allowed:
+                raise TypeError(
+                    f"{name}[{i}]: got dtype {array.dtype.name}; expected {', '.join(allowed)}"
+                )
     for i, (part, norm) in enumerate(zip(parts, norms, strict=True)):
         if part.shape != first.shape or part.dtype != first.dtype:
             raise ValueError(

@@ -51,7 +51,7 @@ def prepare_spec(
 
     arrays = (take("q", q), take("k", k), take("v", v))
     native = {
-        name: take(name, _list_as_array(obj) if name in _LENGTHS else obj)
+        name: take(name, _list_as_array(name, obj) if name in _LENGTHS else obj)
         for name in (*_ARRAY_OPTIONS, *_LENGTHS)
         if (obj := getattr(options, name)) is not None
     }
@@ -104,11 +104,14 @@ def bind(
     return operands, out, caller_lse
 
 
-def _list_as_array(lens: Any) -> Any:
+def _list_as_array(name: str, lens: Any) -> Any:
     """Lengths may also be a list or tuple of integers."""
     if not isinstance(lens, (list, tuple)):
         return lens
-    array = np.asarray(lens)
+    try:
+        array = np.asarray(lens)
+    except ValueError as error:  # a ragged nest
+        raise ValueError(f"{name}: got {lens!r}; expected (batch,) integers") from error
     return array.astype(np.int64) if array.size == 0 else array
 
 

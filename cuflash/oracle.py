@@ -120,5 +120,5 @@ def _softmax_times(scores: Array, seen: Array, values: Array) -> tuple[Array, Ar
         # where seen only.
         for j in np.flatnonzero(~finite):
             sums[seen[:, j]] += weights[seen[:, j], j, None] * values[j]
-        rows = np.where(seen.any(axis=-1, keepdims=True), sums / total, 0.0)
+        rows = np.where(total == 0, 0.0, sums / total)
         return rows, (np.where(np.isneginf(top), 0.0, top) + np.log(total))[:, 0]

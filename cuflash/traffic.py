@@ -86,6 +86,8 @@ def io_bytes(
     >>> traffic.standard.scores, traffic.tiled.scores
     (1073741824, 0)
     """
+    if q_rows < 1:
+        raise ValueError(f"q_rows: got {q_rows!r}; expected 1 or more")
     if not 2 <= len(shape) <= 4:
         raise ValueError(
             f"shape: got {shape!r}; expected (batch, heads, seq, dim), or without leading axes"

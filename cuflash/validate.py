@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import ArrayInfo
+from .arrays import ArrayInfo, may_repeat
 from .spec import MAX_HEAD_DIM, OPTION_NAMES, AttentionSpec, Options, Placement, ScoreArray
 
 LAYOUTS = ("bhsd", "bshd")
@@ -53,7 +53,11 @@ def build_spec(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo, options: Options) -> At
     batch, q_heads, q_len, head_dim = q_shape
     kv_heads, kv_len, head_dim_v = k_shape[1], k_shape[2], v_shape[3]
 
-    left, right = _window(options.window)
+    # A bound beyond every pair of positions is none.
+    left, right = (
+        None if bound is None or bound >= q_len + kv_len else bound
+        for bound in _window(options.window)
+    )
     if flag("causal", options.causal):
         right = 0 if right is None else min(right, 0)
     out_place = _check_out(options.out, q, q_shape, head_dim_v, layout)
@@ -135,7 +139,11 @@ def number(name: str, value: Any) -> float:
         raise TypeError(f"{name}: got {value!r} ({type(value).__name__}); expected a number")
     if isinstance(value, np.complexfloating):
         raise TypeError(f"{name}: got {value!r}; expected a real number")
-    if not math.isfinite(value):
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # a Python integer beyond the largest float
+        finite = False
+    if not finite:
         raise ValueError(f"{name}: got {value!r}; expected a finite number")
     return float(value)
 
@@ -285,9 +293,9 @@ def _score_array(
 def _check_lens(name: str, lens: Any, batch: int, capacity: int, q: ArrayInfo) -> None:
     if lens is None:
         return
-    kind = np.dtype(lens.dtype)
-    if kind.kind not in "iu":
-        raise TypeError(f"{name}: got dtype {kind.name}; expected integers")
+    dtype = lens.dtype if isinstance(lens, ArrayInfo) else lens.dtype.name
+    if not dtype.startswith(("int", "uint")):
+        raise TypeError(f"{name}: got dtype {dtype}; expected integers")
     if lens.shape != (batch,):
         raise ValueError(f"{name}: got shape {lens.shape}; expected (batch,) = ({batch},)")
     if isinstance(lens, ArrayInfo):
@@ -310,8 +318,9 @@ def _check_out(
     if out.dtype != q.dtype:
         raise TypeError(f"out: got dtype {out.dtype}; expected q's dtype, {q.dtype}")
     _check_device("out", out.device, q)
-    if any(n > 1 and step == 0 for n, step in zip(out.shape, out.strides, strict=True)):
+    if may_repeat(out):
         raise ValueError(
-            f"out: got a broadcast view, strides {out.strides}; expected distinct elements"
+            f"out: got a broadcast or overlapping view, strides {out.strides}; "
+            "expected distinct elements"
         )
     return as_bhsd(out, layout)[1]

@@ -28,13 +28,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = device.unavailable_reason()
     if not reason:
         return
-    skip = pytest.mark.skip(reason=f"no GPU: {reason.splitlines()[0]}")
+    skip = pytest.mark.skip(reason="no GPU")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    reason = device.unavailable_reason()
+    if reason:
+        terminalreporter.write_line(f"GPU tests were skipped: {reason.splitlines()[0]}")
     path = config.getoption("--gpu-record")
     if path is None:
         return
