@@ -133,9 +133,8 @@ def attention(
     that causal masking, a window or `mask` hides from some query may reach it; rows past `kv_lens`
     never do, and the CPU family keeps hidden rows out in every case.
 
-    A call can be captured in a CUDA graph after one call of the same problem, with lengths that are
-    device arrays or absent. Its workspace comes from CuPy's memory pool: capture with a pool that
-    outlives the graph.
+    Lengths given on the host are copied to the device at each call of a GPU family. The `standard`
+    family can't be captured in a CUDA graph, since CuPy refuses cuBLAS calls there.
 
     Dao et al., "FlashAttention" (2022), algorithm 1; Dao, "FlashAttention-2" (2023), section 3.1.
 

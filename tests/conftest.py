@@ -42,7 +42,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if path is None:
         return
     counts = {
-        outcome: sum("gpu" in report.keywords for report in terminalreporter.stats.get(outcome, []))
+        outcome: sum(
+            "gpu" in getattr(report, "keywords", ())
+            for report in terminalreporter.stats.get(outcome, [])
+        )
         for outcome in ("passed", "failed", "error", "skipped")
     }
     path.write_text(json.dumps(gpu_record(counts), indent=2) + "\n")

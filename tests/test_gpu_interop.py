@@ -52,40 +52,52 @@ def test_work_is_queued_on_the_current_stream(cupy: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_captured_call_can_be_replayed_on_new_values(dtype: str, cupy: ModuleType) -> None:
-    """A call that waited for the device, or allocated device memory, could not be captured."""
-    problem = Problem(dtype, batch=2, options="causal", mask="b11k", bias="hqk")
-    first, second = host_call(problem, seed=1), host_call(problem, seed=2)
-    lens = [[90, 60], [17, 90]]
-    q, k, v, out = (place(cupy, a) for a in (first.q, first.k, first.v, first.out))
-    mask, bias = (place(cupy, first.options[name]) for name in ("mask", "bias"))
-    kv_lens = cupy.asarray(lens[0])
-    new = [place(cupy, a) for a in (second.q, second.k, second.v)]
-    new += [place(cupy, second.options[name]) for name in ("mask", "bias")]
-    new += [cupy.asarray(lens[1])]
+def test_a_call_does_not_wait_for_the_device(dtype: str, cupy: ModuleType) -> None:
+    """It comes back while the stream is still busy with what was queued before it."""
+    call = host_call(Problem(dtype, batch=2, options="causal", mask="b11k", bias="hqk"))
+    lens = [90, 60]
+    q, k, v, out = (place(cupy, a) for a in (call.q, call.k, call.v, call.out))
+    mask, bias = (place(cupy, call.options[name]) for name in ("mask", "bias"))
     options: dict[str, Any] = {
-        "causal": True, "mask": mask, "bias": bias, "kv_lens": kv_lens, "out": out,
+        "causal": True, "mask": mask, "bias": bias, "kv_lens": cupy.asarray(lens), "out": out,
         "return_lse": True, "kernel": FAMILY,
     }  # fmt: skip
+    busy = cupy.RawKernel(
+        'extern "C" __global__ void busy(long long cycles) {'
+        "    const long long start = clock64(); while (clock64() - start < cycles); }",
+        "busy",
+    )
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        _, lse = cuflash.attention(q, k, v, **options)
+        cuflash.attention(q, k, v, **options)  # compiles
         stream.synchronize()
-        assert_agrees(first, out, lse, kv_lens=lens[0])
-        del lse
+        out[...] = np.nan
+        busy((1,), (1,), (np.int64(1_000_000_000),))  # half a second and more
+        _, lse = cuflash.attention(q, k, v, **options)
+        assert not stream.done, "the call waited for the stream"
+        stream.synchronize()
+    assert_agrees(call, out, lse, kv_lens=lens)
+
+
+def test_capture_is_refused_and_leaves_the_stream_usable(cupy: ModuleType) -> None:
+    """CuPy does not let cuBLAS be captured; its error says so."""
+    call = host_call(Problem("float16", options="causal"))
+    q, k, v = (place(cupy, a) for a in (call.q, call.k, call.v))
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cuflash.attention(q, k, v, causal=True, kernel=FAMILY)
+        stream.synchronize()
         stream.begin_capture()
         try:
-            _, lse = cuflash.attention(q, k, v, **options)
+            with pytest.raises(NotImplementedError, match="cuBLAS"):
+                cuflash.attention(q, k, v, causal=True, kernel=FAMILY)
         finally:
-            graph = stream.end_capture()
-        for _ in range(2):
-            for array, value in zip((q, k, v, mask, bias, kv_lens), new, strict=True):
-                array[...] = value
-            out[...] = np.nan
-            graph.launch(stream)
-            stream.synchronize()
-            assert_agrees(second, out, lse, kv_lens=lens[1])
+            stream.end_capture()
+        out, lse = cuflash.attention(q, k, v, causal=True, kernel=FAMILY, return_lse=True)
+        stream.synchronize()
+    assert_agrees(call, out, lse)
 
 
 # --- arrays of others -----------------------------------------------------------------------------

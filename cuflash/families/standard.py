@@ -7,6 +7,7 @@ go through main memory, in chunks of query rows that keep it within a fixed work
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from typing import Any
@@ -16,10 +17,14 @@ import numpy as np
 from ..operands import Operands
 from ..plan import Plan, Tiling
 from ..runtime import cublas, source
+from ..runtime.cublas import Matrices
 from ..runtime.device import Device
 from ..spec import AttentionSpec
 
-_WORKSPACE = 256 << 20
+# Large chunks hide the host's work, 0.2 ms a chunk; small cards get a 16th of their memory.
+_WORKSPACE = 1 << 30
+_LONG = 2048  # query rows from which causal masks and windows are worth cutting into
+_BLOCKS = 8  # blocks of rows: causal then computes 9/16 of the scores instead of all
 _MAX_MATRICES = 32768  # products of one cuBLAS call
 _THREADS = 256
 _UNBOUNDED = 1 << 62
@@ -60,13 +65,17 @@ def plan(spec: AttentionSpec, device: Device) -> Tiling:
     group, pitch = max(spec.group, 1), _pitch(spec.kv_len)
     operand = _operand_dtype(spec, device)
     row_bytes = group * (pitch * (4 if operand == "float32" else 6) + 4 * (spec.head_dim_v + 1))
-    matrices = min(
-        _WORKSPACE // max(row_bytes * spec.q_len, 1), spec.batch * spec.kv_heads, _MAX_MATRICES
-    )
-    if matrices >= max(spec.kv_heads, 1):  # whole batch entries
-        matrices -= matrices % max(spec.kv_heads, 1)
+    workspace = min(_WORKSPACE, device.memory // 16 or _WORKSPACE)
+
+    rows = spec.q_len
+    bounded = (spec.left, spec.right) != (None, None)
+    if bounded and not (spec.has_q_lens or spec.has_kv_lens) and rows >= _LONG:
+        rows = -(-rows // _BLOCKS)  # each block of rows leaves out the keys that none of it sees
+    rows = max(1, min(rows, workspace // row_bytes))
+    matrices = min(workspace // (row_bytes * rows), spec.batch * spec.kv_heads, _MAX_MATRICES)
+    if matrices > spec.kv_heads > 0:  # whole batch entries
+        matrices -= matrices % spec.kv_heads
     matrices = max(matrices, 1)
-    rows = max(1, min(spec.q_len, _WORKSPACE // (matrices * row_bytes)))
     note = f"products of {operand}, results in float32"
     return Tiling(rows, spec.kv_len, matrices * group, matrices * rows * row_bytes, note)
 
@@ -105,11 +114,12 @@ class _Call:
             None if lens is None else cupy.asarray(lens, dtype=np.int64)
             for lens in (operands.q_lens, operands.kv_lens)
         )
+        self.workspace = cupy.empty(plan.tiling.workspace, np.uint8)
         self.arguments = self._lasting_arguments()
 
     def chunk(self, entries: slice, heads: slice, rows: slice) -> None:
         """Attention of some batch entries, kv heads and query rows, over every key they see."""
-        spec, operands, cupy = self.spec, self.operands, self.cupy
+        spec, operands = self.spec, self.operands
         q_heads = slice(heads.start * spec.group, heads.stop * spec.group)
         begin, end = 0, spec.kv_len
         if self.q_lens is None and self.kv_lens is None:
@@ -124,25 +134,17 @@ class _Call:
             part.stop - part.start for part in (entries, heads, rows, slice(begin, end))
         )
         matrices, stacked = n_entries * n_heads, spec.group * n_rows
-        q = self._matrices(operands.q[entries, q_heads, rows], matrices, stacked)
-        k = self._matrices(operands.k[entries, heads, begin:end], matrices, n_keys)
-        v = self._values(entries, heads, slice(begin, end), matrices)
-        scores = cupy.empty((matrices, stacked, _pitch(n_keys)), np.float32)
-        weights = scores if self.dtype == "float32" else cupy.empty(scores.shape, np.uint16)
-        totals = cupy.empty((matrices, stacked), np.float32)
-        sums = cupy.empty((matrices, stacked, spec.head_dim_v), np.float32)
+        q = self._matrices(operands.q[entries, q_heads, rows], spec.group)
+        k = self._matrices(operands.k[entries, heads, begin:end])
+        v = self._matrices(self._values(entries, heads, slice(begin, end)))
+        scores, weights, sums, totals = self._workspace_parts(matrices, stacked, _pitch(n_keys))
 
         arguments = self.arguments.copy()
         # The same bytes without field names, which CuPy would describe anew at each launch (48 us).
         packed = (arguments.view(f"V{_CHUNK.itemsize}"),)
-        for name, array in (
-            ("scores", scores),
-            ("weights", weights),
-            ("totals", totals),
-            ("sums", sums),
-        ):
-            arguments[name] = array.data.ptr
-        arguments["pitch"] = scores.shape[2]
+        arguments["scores"], arguments["weights"] = scores.address, weights.address
+        arguments["sums"], arguments["totals"] = sums.address, totals
+        arguments["pitch"] = scores.row_step
         arguments["heads"], arguments["first_head"] = n_heads, heads.start
         arguments["rows"], arguments["first_row"] = n_rows, rows.start
         arguments["keys"], arguments["first_key"] = n_keys, begin
@@ -150,28 +152,60 @@ class _Call:
 
         cublas.scores(q, k, scores, spec.scale, self.dtype)
         self.softmax_rows((matrices * stacked,), (_THREADS,), packed)
-        cublas.weighted_sums(weights, v, sums, n_keys, self.dtype)
+        cublas.weighted_sums(weights, v, sums, self.dtype)
         rows_of_block = _THREADS // 32  # one warp each
         self.store_rows((-(-matrices * stacked // rows_of_block),), (_THREADS,), packed)
 
-    def _matrices(self, view: Any, count: int, rows: int) -> Any:
-        """A 4-D view as contiguous, 16-byte aligned matrices (count, rows, dim)."""
+    def _workspace_parts(
+        self, count: int, rows: int, pitch: int
+    ) -> tuple[Matrices, Matrices, Matrices, int]:
+        """Scores, weights, sums, and the address of the row sums, one after another in memory."""
+        size, dim = count * rows, self.spec.head_dim_v
+        start: int = self.workspace.data.ptr
+        scores = Matrices(self.workspace, start, count, rows, pitch, pitch, rows * pitch)
+        start += 4 * size * pitch
+        weights = scores  # float32 weights take the place of their scores
+        if self.dtype != "float32":
+            weights = dataclasses.replace(scores, address=start)
+            start += 2 * size * pitch
+        sums = Matrices(self.workspace, start, count, rows, dim, dim, rows * dim)
+        return scores, weights, sums, start + 4 * size * dim
+
+    def _matrices(self, view: Any, group: int = 1) -> Matrices:
+        """A 4-D view as matrices, rows of `group` heads stacked; a copy where strides forbid."""
         if self.dtype == "float32":
             view = view.astype(np.float32, copy=False)
-        bits = self.cupy.ascontiguousarray(self._bits(view).reshape(count, rows, view.shape[-1]))
-        return bits if bits.data.ptr % 16 == 0 else bits.copy()
+        bits = self._bits(view)
+        entries, heads, rows, dim = bits.shape
+        item = bits.dtype.itemsize
+        entry_step, head_step, row_step, step = (n // item for n in bits.strides)
+        matrices = entries * (heads // group)
+        matrix_step = group * head_step if heads > group else entry_step
+        fits = (
+            (step == 1 or dim == 1)
+            and row_step >= dim
+            and (group == 1 or head_step == rows * row_step)
+            and (entries == 1 or heads == group or entry_step == heads * head_step)
+            and matrix_step >= 0
+            and all(n * item % 16 == 0 for n in (row_step, matrix_step))
+            and bits.data.ptr % 16 == 0
+            and row_step < 1 << 31
+        )
+        if fits:
+            return Matrices(bits, bits.data.ptr, matrices, group * rows, dim, row_step, matrix_step)
+        copy = self.cupy.ascontiguousarray(bits.reshape(matrices, group * rows, dim))
+        return Matrices.of(copy if copy.data.ptr % 16 == 0 else copy.copy())
 
-    def _values(self, entries: slice, heads: slice, keys: slice, matrices: int) -> Any:
+    def _values(self, entries: slice, heads: slice, keys: slice) -> Any:
         """V of a chunk; rows past kv_lens become 0, for a weight of 0 times NaN is NaN."""
         view = self.operands.v[entries, heads, keys]
-        if self.kv_lens is not None:
-            index = self.cupy.arange(keys.start, keys.stop)
-            used = index[None, :] < self.kv_lens[entries, None]
-            bits = self._bits(view)
-            view = self.cupy.where(used[:, None, :, None], bits, bits.dtype.type(0)).view(
-                view.dtype
-            )
-        return self._matrices(view, matrices, keys.stop - keys.start)
+        if self.kv_lens is None:
+            return view
+        index = self.cupy.arange(keys.start, keys.stop)
+        used = index[None, :] < self.kv_lens[entries, None]
+        bits = self._bits(view)
+        kept = self.cupy.where(used[:, None, :, None], bits, bits.dtype.type(0))
+        return kept.view(view.dtype)
 
     def _bits(self, view: Any) -> Any:
         """16-bit elements as integers: moving them needs no arithmetic on bfloat16."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,54 +13,66 @@ import numpy as np
 _CUDA_R = {"float32": 0, "float16": 2, "bfloat16": 14}
 
 
-def scores(q: Any, k: Any, out: Any, scale: float, dtype: str) -> None:
-    """``out[n, i, :keys] = scale * q[n, i] @ k[n].T``.
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """Row-major matrices in device memory; steps in elements, columns next to each other."""
 
-    Contiguous q (n, rows, dim), k (n, keys, dim), out (n, rows, pitch).
-    """
-    keys = k.shape[1]
-    _product(True, keys, k, q, out, scale, dtype)
+    owner: Any  # the array that keeps the memory
+    address: int
+    count: int
+    rows: int
+    columns: int
+    row_step: int
+    matrix_step: int
+
+    @classmethod
+    def of(cls, array: Any) -> Matrices:
+        """The last two axes of a contiguous array of three."""
+        count, rows, columns = array.shape
+        return cls(array, array.data.ptr, count, rows, columns, columns, rows * columns)
 
 
-def weighted_sums(weights: Any, v: Any, out: Any, keys: int, dtype: str) -> None:
-    """``out[n, i] = weights[n, i, :keys] @ v[n]``.
+def scores(q: Matrices, k: Matrices, out: Matrices, scale: float, dtype: str) -> None:
+    """``out = scale * q @ k.T`` for each matrix; `out` may have more columns than k has rows."""
+    _product(True, k, q, out, scale, dtype)
 
-    Contiguous weights (n, rows, pitch), v (n, keys, dim), out (n, rows, dim).
-    """
-    _product(False, keys, v, weights, out, 1.0, dtype)
+
+def weighted_sums(weights: Matrices, v: Matrices, out: Matrices, dtype: str) -> None:
+    """``out = weights @ v`` for each matrix, of as many columns of `weights` as v has rows."""
+    _product(False, v, weights, out, 1.0, dtype)
 
 
 def _product(
-    transpose: bool, keys: int, right: Any, left: Any, out: Any, scale: float, dtype: str
+    transpose: bool, right: Matrices, left: Matrices, out: Matrices, scale: float, dtype: str
 ) -> None:
     from cupy.cuda import cublas, device
 
-    count, rows, left_pitch = left.shape
-    width = right.shape[2]
-    columns, inner = (keys, width) if transpose else (width, keys)
+    columns, inner = right.rows, right.columns
+    if not transpose:
+        columns, inner = inner, columns
     factor, zero = np.array(scale, np.float32), np.zeros((), np.float32)
     cublas.gemmStridedBatchedEx(
         device.get_cublas_handle(),
         cublas.CUBLAS_OP_T if transpose else cublas.CUBLAS_OP_N,
         cublas.CUBLAS_OP_N,
         columns,
-        rows,
+        left.rows,
         inner,
         factor.ctypes.data,
-        right.data.ptr,
+        right.address,
         _CUDA_R[dtype],
-        width,
-        keys * width,
-        left.data.ptr,
+        right.row_step,
+        right.matrix_step,
+        left.address,
         _CUDA_R[dtype],
-        left_pitch,
-        rows * left_pitch,
+        left.row_step,
+        left.matrix_step,
         zero.ctypes.data,
-        out.data.ptr,
+        out.address,
         _CUDA_R["float32"],
-        out.shape[2],
-        rows * out.shape[2],
-        count,
+        out.row_step,
+        out.matrix_step,
+        out.count,
         cublas.CUBLAS_COMPUTE_32F,
         cublas.CUBLAS_GEMM_DEFAULT,
     )
