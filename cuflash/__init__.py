@@ -5,6 +5,7 @@ from .arrays import ArrayInfo
 from .environment import info
 from .merge import merge_states
 from .plan import Plan
+from .precompile import warmup
 from .traffic import io_bytes
 from .version import __version__
 
@@ -17,4 +18,5 @@ __all__ = [
     "info",
     "io_bytes",
     "merge_states",
+    "warmup",
 ]

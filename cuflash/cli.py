@@ -1,17 +1,19 @@
-"""The command line: `cuflash info | explain | check`, also as `python -m cuflash`."""
+"""The command line: `cuflash info | explain | check | warmup | cache`, also as
+`python -m cuflash`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import check
+from . import check, cli_kernels
 from .api import explain
 from .arrays import ArrayInfo
+from .cli_shared import add_command, as_json, list_examples, words
 from .dispatch import KERNELS, PREFERENCE
 from .environment import VARIABLES, info
 from .plan import format_bytes
@@ -26,11 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         status: int = options.command(options)
-    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-        print(f"cuflash {options.name}: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # the reader of our output, such as head, has left
         return 0
+    except (ValueError, TypeError, NotImplementedError, RuntimeError, OSError) as error:
+        print(f"cuflash {options.name}: {error}", file=sys.stderr)
+        return 2
     return status
 
 
@@ -38,13 +40,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cuflash",
         description="Exact attention for CuPy and NumPy arrays.",
-        epilog=_examples(
+        epilog=list_examples(
             "cuflash info",
             "cuflash explain --shape 1,32,8192,128 --kv-heads 8 --causal --device 9.0",
             "cuflash check --dtype float16",
+            "cuflash warmup --arch sm_80,sm_90",
         )
         + "\n\nenvironment:\n"
-        + "\n".join(f"  {name:<12} {meaning}" for name, meaning in VARIABLES.items()),
+        + "\n".join(f"  {name:<18} {meaning}" for name, meaning in VARIABLES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
@@ -52,11 +55,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_info(commands)
     _add_explain(commands)
     _add_check(commands)
+    cli_kernels.add_warmup(commands)
+    cli_kernels.add_cache(commands)
     return parser
 
 
 def _add_info(commands: Any) -> None:
-    _command(
+    add_command(
         commands,
         "info",
         _info,
@@ -66,7 +71,7 @@ def _add_info(commands: Any) -> None:
 
 
 def _add_explain(commands: Any) -> None:
-    command = _command(
+    command = add_command(
         commands,
         "explain",
         _explain,
@@ -100,7 +105,7 @@ def _add_explain(commands: Any) -> None:
 
 
 def _add_check(commands: Any) -> None:
-    command = _command(
+    command = add_command(
         commands,
         "check",
         _check,
@@ -108,29 +113,14 @@ def _add_check(commands: Any) -> None:
         "cuflash check",
         "cuflash check --family reference --dtype float32,bfloat16 --seed 1",
     )
-    command.add_argument("--family", type=_words(PREFERENCE), default=(), metavar="NAME[,NAME]")
-    command.add_argument("--dtype", type=_words(CPU_DTYPES), default=(), metavar="NAME[,NAME]")
+    command.add_argument("--family", type=words(PREFERENCE), default=(), metavar="NAME[,NAME]")
+    command.add_argument("--dtype", type=words(CPU_DTYPES), default=(), metavar="NAME[,NAME]")
     command.add_argument("--seed", type=int, help="of the random inputs; default: fresh ones")
-
-
-def _command(
-    commands: Any, name: str, function: Any, summary: str, *examples: str
-) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=_examples(*examples),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(command=function)
-    return command
 
 
 def _info(options: argparse.Namespace) -> int:
     found = info()
-    print(_json(found.to_dict()) if options.json else found)
+    print(as_json(found.to_dict()) if options.json else found)
     return 0
 
 
@@ -175,7 +165,7 @@ def _explain(options: argparse.Namespace) -> int:
         return_lse=spec.return_lse,
     )
     if options.json:
-        print(_json({**plan.to_dict(), "io_bytes": dataclasses.asdict(traffic)}))
+        print(as_json({**plan.to_dict(), "io_bytes": dataclasses.asdict(traffic)}))
         return 0
     print(plan)
     standard, scores, tiled = (
@@ -202,7 +192,7 @@ def _check(options: argparse.Namespace) -> int:
             )
     failed = [result for result in results if not result.passed]
     if options.json:
-        print(_json([dataclasses.asdict(result) for result in results]))
+        print(as_json([dataclasses.asdict(result) for result in results]))
     elif results:
         places = ", ".join(sorted({result.device for result in results}))
         print(f"{len(results) - len(failed)} of {len(results)} passed, on {places}")
@@ -234,22 +224,3 @@ def _window(text: str) -> tuple[int | None, ...]:
             f"got {text!r}; expected LEFT,RIGHT such as 256,0 or none,0"
         )
     return bounds
-
-
-def _words(allowed: Sequence[str]) -> Any:
-    def parse(text: str) -> tuple[str, ...]:
-        words = tuple(text.split(","))
-        for word in words:
-            if word not in allowed:
-                raise argparse.ArgumentTypeError(f"got {word!r}; expected of {', '.join(allowed)}")
-        return words
-
-    return parse
-
-
-def _examples(*lines: str) -> str:
-    return "examples:\n" + "\n".join(f"  {line}" for line in lines)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2)

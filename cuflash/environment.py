@@ -12,11 +12,15 @@ import numpy as np
 
 from . import families
 from .dispatch import PREFERENCE
-from .runtime import source
+from .plan import format_bytes
+from .runtime import cache, source
 from .runtime.device import CPU, Device, cuda_devices, unavailable_reason
 from .version import __version__
 
-VARIABLES = {"CUFLASH_LOG": "1 logs each call's plan, once for each problem"}
+VARIABLES = {
+    "CUFLASH_LOG": "1 logs each call's plan, once for each problem",
+    cache.VARIABLE: "folder of compiled kernels; default: ~/.cache/cuflash",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,9 @@ class Info:
     devices: tuple[Device, ...]
     families: tuple[str, ...]
     cuda_source: str
+    cache_folder: str
+    cache_modules: int
+    cache_bytes: int
     variables: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,6 +60,8 @@ class Info:
         lines += [
             f"families     {', '.join(self.families)}",
             f"CUDA source  {self.cuda_source}",
+            f"cache        {self.cache_folder}, {self.cache_modules} compiled modules, "
+            f"{format_bytes(self.cache_bytes)}",
             *(f"{name}={value}" for name, value in self.variables.items()),
         ]
         return "\n".join(lines)
@@ -61,6 +70,7 @@ class Info:
 def info() -> Info:
     """Versions, devices and kernel families of this machine; imports CuPy where it is installed."""
     missing = unavailable_reason()
+    cached = cache.info()
     gpus = cuda_devices()
     return Info(
         cuflash=__version__,
@@ -73,6 +83,9 @@ def info() -> Info:
         devices=(CPU, *gpus),
         families=tuple(name for name in PREFERENCE if name in families.BUILT),
         cuda_source=str(source.root()),
+        cache_folder=str(cached.folder),
+        cache_modules=cached.entries,
+        cache_bytes=cached.bytes,
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
 

@@ -126,7 +126,8 @@ def _compilations_of_first_calls(case: Case, family: str, in_threads: bool) -> i
         by_value(case, "bfloat16", window=[10, 0]),
     ]
     with tempfile.TemporaryDirectory() as empty_cache, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUPY_CACHE_DIR", empty_cache)
+        for variable in ("CUFLASH_CACHE_DIR", "CUPY_CACHE_DIR"):
+            patch.setenv(variable, empty_cache)
         compiled = _record_compilations(patch)
         if in_threads:
             _judge_at_once(configurations * (THREADS // len(configurations)), family)

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiling import ADD, ADD_HEADER, FakeCompiler, write_sources
 
 import cuflash
-from cuflash.runtime import device, source
+from cuflash.runtime import cache, device, source
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,6 +22,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         metavar="FILE",
         help="write the outcome of the GPU tests and the hash of each CUDA source to FILE",
+    )
+    parser.addoption(
+        "--all-kernels",
+        action="store_true",
+        help="compile every kernel for every architecture, which takes minutes",
     )
 
 
@@ -77,3 +83,20 @@ def cuda_source_hashes() -> dict[str, str]:
         for path in sorted(root.rglob("*"))
         if path.suffix in (".cu", ".cuh")
     }
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of its own, as a fresh process sees it."""
+    place = tmp_path / "cache"
+    monkeypatch.setenv(cache.VARIABLE, str(place))
+    monkeypatch.setattr(cache, "_process", cache._Process())
+    monkeypatch.setattr(cache, "_warned", set())
+    return place
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    """A fake compiler, and the sources of `ADD`."""
+    write_sources(tmp_path / "sources", monkeypatch, add_cu=ADD, add_cuh=ADD_HEADER)
+    return FakeCompiler(monkeypatch)

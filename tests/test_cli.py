@@ -54,7 +54,9 @@ def test_version(capsys: Capture) -> None:
     assert run(capsys, "--version") == (0, f"cuflash {cuflash.__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", [(), ("info",), ("explain",), ("check",)], ids=str)
+@pytest.mark.parametrize(
+    "command", [(), ("info",), ("explain",), ("check",), ("warmup",), ("cache",)], ids=str
+)
 def test_help_shows_examples_that_parse(command: tuple[str, ...], capsys: Capture) -> None:
     status, out, err = run(capsys, *command, "--help")
     assert (status, err) == (0, "")
@@ -79,7 +81,7 @@ def test_as_a_module() -> None:
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("cuflash plan: standard on sm_80")
+    assert done.stdout.startswith("cuflash plan: sm80 on sm_80")
 
 
 # --- explain --------------------------------------------------------------------------------------

@@ -186,8 +186,8 @@ def test_a_printed_plan_shows_the_choice_and_the_problem() -> None:
         "scale": -0.5,
     }
     lines = str(explain("9.0", kv_lens=[1, 2], **options)).splitlines()
-    assert lines[0] == "cuflash plan: standard on sm_90 (compute capability 9.0)"
-    assert any(line.startswith("  why ") and "any GPU" in line for line in lines)
+    assert lines[0] == "cuflash plan: sm80 on sm_90 (compute capability 9.0)"
+    assert any(line.startswith("  why ") and "fused kernel" in line for line in lines)
     (problem,) = (line for line in lines if line.startswith("  problem"))
     for part in (
         "float16", "batch 2", "8/2 heads", "100 queries x 100 keys", "dim 64", "window (5, 0)",
@@ -324,7 +324,7 @@ def test_a_device_can_be_given_as_data() -> None:
     device = Device("cuda", "a future GPU", compute_capability=(13, 7))
     plan = cuflash.explain(*stand_ins(), device=device)
     assert plan.device is device
-    assert str(plan).startswith("cuflash plan: standard on a future GPU (compute capability 13.7)")
+    assert str(plan).startswith("cuflash plan: sm80 on a future GPU (compute capability 13.7)")
 
 
 def test_without_a_gpu_its_arrays_need_a_device_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

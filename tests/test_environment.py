@@ -48,7 +48,8 @@ def test_printed_info_has_every_figure() -> None:
 
 
 def test_info_lists_our_variables_where_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUFLASH_LOG", raising=False)
+    for name in ("CUFLASH_LOG", "CUFLASH_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
     assert cuflash.info().variables == {}
     monkeypatch.setenv("CUFLASH_LOG", "1")
     assert cuflash.info().variables == {"CUFLASH_LOG": "1"}

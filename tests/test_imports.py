@@ -21,23 +21,27 @@ ROOT = Path(cuflash.__file__).parent
 # relative to the package, which itself is "".
 LAYERS = (
     ("version", "dlpack", "spec", "oracle", "runtime"),
-    ("arrays", "runtime.device", "runtime.source", "runtime.cublas"),
-    ("validate",),
+    ("arrays", "runtime.device", "runtime.source", "runtime.cublas", "runtime.locks"),
+    ("runtime.ptxas", "runtime.progress", "runtime.specialisation", "validate"),
+    ("runtime.compiler",),
+    ("runtime.cache",),
+    ("runtime.module",),
     ("operands", "traffic", "merge"),
     ("plan",),
     ("reference",),
     ("families",),  # loads its modules by name, when one is asked for
-    ("families.reference", "families.standard"),
+    ("families.reference", "families.sm80", "families.standard"),
     ("dispatch",),
-    ("api", "environment"),
+    ("api", "environment", "precompile"),
     ("",),
-    ("check",),
+    ("check", "cli_shared"),
+    ("cli_kernels",),
     ("cli",),
     ("__main__",),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 MAY_IMPORT_CUPY = ("arrays", "environment", "check", "families.", "runtime.")
-THIRD_PARTY = {"numpy", "ml_dtypes", "cupy", "cupy_backends"}
+THIRD_PARTY = {"numpy", "ml_dtypes", "cupy", "cupy_backends", "filelock"}
 
 
 @dataclass(frozen=True)

@@ -365,7 +365,7 @@ def test_a_wrong_stand_in_is_named(
 
 def test_arguments_of_another_device_are_right_on_their_own() -> None:
     """What the table above changes is all that is wrong there."""
-    assert cuflash.explain(**GPU, device="8.0").family == "standard"
+    assert cuflash.explain(**GPU, device="8.0").family == "sm80"
     assert cuflash.explain(**CPU).family == "reference"
     lens: dict[str, Any] = {"q_lens": [1, 2], "kv_lens": info((2,), "int32")}
     assert cuflash.explain(**GPU, **lens, device="8.0").spec.has_kv_lens

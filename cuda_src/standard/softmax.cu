@@ -4,6 +4,9 @@
 //
 // One block a row. S is read twice (the second time from cache) and P written once; nothing else of that size moves.
 // For any compute capability: no tensor cores, no asynchronous copies, warp shuffles only.
+//
+// Configuration: CONFIG_WEIGHT, CONFIG_BIAS and CONFIG_OUT name the types below of P, the bias and the output;
+// CONFIG_SOFTMAX_ROWS and CONFIG_STORE_ROWS the two kernels, for profilers.
 
 namespace cuflash {
 
@@ -161,7 +164,7 @@ __device__ void store_four(u16* at, float4 w, Weight) {
 }
 
 template <class Weight, class Bias>
-__global__ void softmax_rows(const Chunk chunk) {
+__device__ void softmax_rows(const Chunk& chunk) {
     __shared__ float shared[32];
     const unsigned row = blockIdx.x;
     const Row at = locate(chunk, row);
@@ -193,7 +196,7 @@ __global__ void softmax_rows(const Chunk chunk) {
 
 // Divide by the row sums, round, and write to the caller's output, whatever its strides. One warp a row.
 template <class Out>
-__global__ void store_rows(const Chunk chunk) {
+__device__ void store_rows(const Chunk& chunk) {
     const unsigned row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= chunk.all_rows) return;
     const Row at = locate(chunk, row);
@@ -207,3 +210,11 @@ __global__ void store_rows(const Chunk chunk) {
 }
 
 }  // namespace cuflash
+
+extern "C" __global__ void CONFIG_SOFTMAX_ROWS(const cuflash::Chunk chunk) {
+    cuflash::softmax_rows<cuflash::CONFIG_WEIGHT, cuflash::CONFIG_BIAS>(chunk);
+}
+
+extern "C" __global__ void CONFIG_STORE_ROWS(const cuflash::Chunk chunk) {
+    cuflash::store_rows<cuflash::CONFIG_OUT>(chunk);
+}

@@ -1,20 +1,25 @@
-"""Kernel families. Each is a module with the same three verbs:
+"""Kernel families. Each is a module with the same verbs:
 
-``supports(spec, device)``  reasons why it can't take a problem; none when it can ``plan(spec,
-device)``      how it would run it: `Tiling`; and ``why(spec, device)`` one line for people
-``run(plan, operands)``     do it
+- ``supports(spec, device)``: reasons why it can't take a problem; none when it can
+- ``why(spec, device)``: one line for people
+- ``plan(spec, device)``: how it would run it, a `Tiling`
+- ``run(plan, operands)``: do it
+- ``specialisations(device, head_dims, dtypes)``: every module it may compile for problems of these,
+  each once; what it does not take adds none
 
-The first two never import CuPy. Adding an architecture is adding a module and its name here.
+All but `run` never import CuPy. Adding an architecture is adding a module and its name here.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 from ..operands import Operands
 from ..plan import Plan, Tiling
 from ..runtime.device import Device
+from ..runtime.specialisation import Specialisation
 from ..spec import AttentionSpec
 
 
@@ -29,8 +34,12 @@ class Family(Protocol):
 
     def run(self, plan: Plan, operands: Operands) -> None: ...
 
+    def specialisations(
+        self, device: Device, head_dims: Sequence[int], dtypes: Sequence[str]
+    ) -> list[Specialisation]: ...
 
-BUILT = ("standard", "reference")
+
+BUILT = ("sm80", "standard", "reference")
 
 
 def load(name: str) -> Family:

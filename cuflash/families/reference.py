@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..operands import Operands
 from ..plan import Plan, Tiling
 from ..reference import attend, choose_tiling
 from ..runtime.device import Device
+from ..runtime.specialisation import Specialisation
 from ..spec import AttentionSpec
 
 
@@ -23,3 +26,9 @@ def plan(spec: AttentionSpec, device: Device) -> Tiling:
 
 def run(plan: Plan, operands: Operands) -> None:
     attend(plan.spec, plan.tiling, operands)
+
+
+def specialisations(
+    device: Device, head_dims: Sequence[int], dtypes: Sequence[str]
+) -> list[Specialisation]:
+    return []

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..operands import Operands
 from ..plan import Plan, Tiling
-from ..runtime import cublas, source
+from ..runtime import cublas, module
 from ..runtime.cublas import Matrices
 from ..runtime.device import Device
+from ..runtime.specialisation import Specialisation
 from ..spec import AttentionSpec
 
 # Large chunks hide the host's work, 0.2 ms a chunk; small cards get a 16th of their memory.
@@ -29,6 +30,7 @@ _MAX_MATRICES = 32768  # products of one cuBLAS call
 _THREADS = 256
 _UNBOUNDED = 1 << 62
 _CPP_TYPE = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
+_SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 # struct Chunk of cuda_src/standard/softmax.cu
 _POINTERS = (
@@ -63,7 +65,7 @@ def why(spec: AttentionSpec, device: Device) -> str:
 
 def plan(spec: AttentionSpec, device: Device) -> Tiling:
     group, pitch = max(spec.group, 1), _pitch(spec.kv_len)
-    operand = _operand_dtype(spec, device)
+    operand = _operand_dtype(spec.dtype, device)
     row_bytes = group * (pitch * (4 if operand == "float32" else 6) + 4 * (spec.head_dim_v + 1))
     workspace = min(_WORKSPACE, device.memory // 16 or _WORKSPACE)
 
@@ -102,10 +104,10 @@ class _Call:
         import cupy
 
         self.cupy, self.spec, self.operands = cupy, plan.spec, operands
-        self.dtype = _operand_dtype(plan.spec, plan.device)
+        self.dtype = _operand_dtype(plan.spec.dtype, plan.device)
         bias = plan.spec.bias
         self.softmax_rows, self.store_rows = _kernels(
-            plan.device.index,
+            plan.device,
             self.dtype,
             "float32" if bias is None else bias.dtype,
             plan.spec.dtype,
@@ -240,32 +242,40 @@ def _pitch(keys: int) -> int:
     return -(-keys // 8) * 8
 
 
-def _operand_dtype(spec: AttentionSpec, device: Device) -> str:
+def _operand_dtype(dtype: str, device: Device) -> str:
     """cuBLAS multiplies bfloat16 from compute capability 8.0 on only."""
     lacks_bfloat16 = device.compute_capability is not None and device.compute_capability < (8, 0)
-    return "float32" if spec.dtype == "bfloat16" and lacks_bfloat16 else spec.dtype
+    return "float32" if dtype == "bfloat16" and lacks_bfloat16 else dtype
 
 
-_compiling = threading.Lock()  # functools.cache alone lets threads that meet compile twice
-
-
-def _kernels(device_index: int, weight: str, bias: str, out: str) -> tuple[Any, Any]:
-    with _compiling:
-        return _compile(device_index, weight, bias, out)
+def specialisations(
+    device: Device, head_dims: Sequence[int], dtypes: Sequence[str]
+) -> list[Specialisation]:
+    return [
+        _specialisation(_operand_dtype(dtype, device), bias, dtype)
+        for dtype in dtypes
+        if dtype in _CPP_TYPE and head_dims
+        for bias in dict.fromkeys((dtype, "float32"))
+    ]
 
 
 @functools.cache
-def _compile(device_index: int, weight: str, bias: str, out: str) -> tuple[Any, Any]:
-    """By NVRTC through CuPy, whose disk cache keeps the result; loaded once for each device."""
-    import cupy
+def _specialisation(weight: str, bias: str, out: str) -> Specialisation:
+    name = "_".join(("cuflash_standard", *(_SHORT[dtype] for dtype in (weight, bias, out))))
+    return Specialisation(
+        "standard/softmax.cu",
+        name,
+        (
+            ("weight", _CPP_TYPE[weight]),
+            ("bias", _CPP_TYPE[bias]),
+            ("out", _CPP_TYPE[out]),
+            ("softmax_rows", f"{name}_softmax"),
+            ("store_rows", f"{name}_store"),
+        ),
+    )
 
-    softmax_rows = (
-        f"cuflash::softmax_rows<cuflash::{_CPP_TYPE[weight]}, cuflash::{_CPP_TYPE[bias]}>"
-    )
-    store_rows = f"cuflash::store_rows<cuflash::{_CPP_TYPE[out]}>"
-    module = cupy.RawModule(
-        code=source.read("standard/softmax.cu"),
-        options=("-std=c++17",),
-        name_expressions=(softmax_rows, store_rows),
-    )
-    return module.get_function(softmax_rows), module.get_function(store_rows)
+
+def _kernels(device: Device, weight: str, bias: str, out: str) -> tuple[Any, Any]:
+    spec = _specialisation(weight, bias, out)
+    loaded = module.load(spec, device)
+    return loaded.function(f"{spec.name}_softmax"), loaded.function(f"{spec.name}_store")

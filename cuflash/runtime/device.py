@@ -29,6 +29,14 @@ class Device:
         return f"{self.name} (compute capability {major}.{minor})"
 
 
+# Most that a block may have, in bytes: CUDA programming guide, table of compute capabilities.
+_SHARED_MEMORY = {
+    **dict.fromkeys(((8, 0), (8, 7)), 163 << 10),
+    **dict.fromkeys(((9, 0), (10, 0), (10, 3), (11, 0)), 227 << 10),
+    **dict.fromkeys(((7, 0),), 96 << 10),
+    **dict.fromkeys(((7, 5),), 64 << 10),
+}
+
 CPU = Device(kind="cpu", name="CPU")
 
 
@@ -113,4 +121,9 @@ def named(text: str) -> Device:
             f"device: got {text!r}; expected 'cpu' or a compute capability such as '9.0' or 'sm_90'"
         )
     major, minor = int(match[1]), int(match[2])
-    return Device(kind="cuda", name=f"sm_{major}{minor}", compute_capability=(major, minor))
+    return Device(
+        kind="cuda",
+        name=f"sm_{major}{minor}",
+        compute_capability=(major, minor),
+        shared_memory_per_block=_SHARED_MEMORY.get((major, minor), 99 << 10),
+    )
