@@ -6,9 +6,24 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from .runtime import module
 from .runtime.device import Device
+from .runtime.ptxas import Resources
+from .runtime.specialisation import Specialisation
 from .spec import AttentionSpec
 from .traffic import tiled_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The kernel that does the work: its module, blocks, threads of a block, and dynamic shared
+    memory of a block in bytes.
+    """
+
+    module: Specialisation
+    blocks: int
+    threads: int
+    shared_memory: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +37,7 @@ class Tiling:
     heads: int
     workspace: int  # bytes beside the outputs
     note: str = ""
+    launch: Launch | None = None  # of a family with one kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +73,22 @@ class Plan:
         """Main-memory bytes that a tiled kernel must move: inputs once, outputs once."""
         return tiled_bytes(self.spec).total
 
+    @property
+    def resources(self) -> Resources | None:
+        """Registers and spills of the kernel; None before it was compiled, or without one."""
+        launch = self.tiling.launch
+        if launch is None:
+            return None
+        kernels = module.resources(launch.module, self.device)
+        return None if kernels is None else kernels.get(launch.module.name)
+
     def to_dict(self) -> dict[str, Any]:
         """Every field, and the derived figures, as plain JSON types."""
         return {
             **dataclasses.asdict(self),
             "flops": self.flops,
             "hbm_bytes": self.hbm_bytes,
+            "resources": None if self.resources is None else dataclasses.asdict(self.resources),
         }
 
     def __str__(self) -> str:
@@ -73,6 +99,7 @@ class Plan:
             f"  why        {self.why}",
             f"  problem    {describe_problem(spec)}",
             f"  tile       {tile}" + (f"; {tiling.note}" if tiling.note else ""),
+            *self._launch_lines(),
             f"  workspace  {format_bytes(tiling.workspace)}",
             f"  work       {self.flops / 1e9:.3g} GFLOP, "
             f"at least {format_bytes(self.hbm_bytes)} of main memory",
@@ -80,6 +107,21 @@ class Plan:
         for refusal in self.refused:
             lines.append(f"  not {refusal.family:<9}{'; '.join(refusal.reasons)}")
         return "\n".join(lines)
+
+    def _launch_lines(self) -> list[str]:
+        launch, resources = self.tiling.launch, self.resources
+        if launch is None:
+            return []
+        compiled = "not compiled yet"
+        if resources is not None:
+            spilled = resources.spill_stores + resources.spill_loads
+            compiled = f"{resources.registers} registers, {spilled} bytes spilled"
+        shape = f"{launch.blocks} blocks of {launch.threads} threads"
+        memory = f"{launch.shared_memory / 1024:.3g} KiB of shared memory each"
+        return [
+            f"  kernel     {launch.module.name}; {compiled}",
+            f"  grid       {shape}, {memory}",
+        ]
 
 
 def describe_problem(spec: AttentionSpec) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..operands import Operands
-from ..plan import Plan, Tiling
+from ..plan import Launch, Plan, Tiling
 from ..runtime import module
 from ..runtime.device import Device
 from ..runtime.specialisation import Specialisation
@@ -132,16 +132,23 @@ def why(spec: AttentionSpec, device: Device) -> str:
 
 
 def plan(spec: AttentionSpec, device: Device) -> Tiling:
-    tile = _Variant.of(spec).tile(device)
+    variant = _Variant.of(spec)
+    tile = variant.tile(device)
+    launch = Launch(
+        variant.specialisation(device),
+        blocks=spec.batch * spec.q_heads * -(-spec.q_len // tile.q_rows),
+        threads=32 * tile.warps,
+        shared_memory=tile.shared_memory(variant.head_dim, variant.head_dim_v),
+    )
     loop = "overlapped" if tile.overlap else "serial"
     note = f"{tile.warps} warps, {tile.stages}-stage {loop} loop"
-    return Tiling(tile.q_rows, tile.keys, 1, 0, note)
+    return Tiling(tile.q_rows, tile.keys, 1, 0, note, launch)
 
 
 def run(plan: Plan, operands: Operands) -> None:
-    launch = _prepare(plan.spec, plan.device)
+    ready = _prepare(plan.spec, plan.device)
     lens = [_on_device(lens) for lens in (operands.q_lens, operands.kv_lens)]
-    arguments = launch.arguments.copy()
+    arguments = ready.arguments.copy()
     for name in _TENSORS:
         arguments[name] = getattr(operands, name).data.ptr
     if operands.lse is not None:
@@ -151,7 +158,7 @@ def run(plan: Plan, operands: Operands) -> None:
             arguments[name] = array.data.ptr
     # As plain bytes: CuPy would describe a structured array anew at each launch.
     packed = (arguments.view(f"V{_ARGUMENTS.itemsize}"),)
-    launch.kernel(launch.grid, launch.block, packed, shared_mem=launch.shared_memory)
+    ready.kernel(ready.grid, ready.block, packed, shared_mem=ready.shared_memory)
 
 
 def specialisations(
@@ -234,7 +241,7 @@ class _Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
+class _Ready:
     """A loaded kernel and what all calls of one problem share."""
 
     kernel: Any
@@ -245,18 +252,18 @@ class _Launch:
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepare(spec: AttentionSpec, device: Device) -> _Launch:
-    variant = _Variant.of(spec)
-    tile, chosen = variant.tile(device), variant.specialisation(device)
-    kernel = module.load(chosen, device).function(chosen.name)
-    shared_memory = tile.shared_memory(variant.head_dim, variant.head_dim_v)
-    kernel.max_dynamic_shared_size_bytes = shared_memory
-    row_blocks = -(-spec.q_len // tile.q_rows)
-    return _Launch(
+def _prepare(spec: AttentionSpec, device: Device) -> _Ready:
+    tiling = plan(spec, device)
+    launch = tiling.launch
+    assert launch is not None
+    kernel = module.load(launch.module, device).function(launch.module.name)
+    kernel.max_dynamic_shared_size_bytes = launch.shared_memory
+    row_blocks = -(-spec.q_len // tiling.q_rows)
+    return _Ready(
         kernel,
-        (spec.batch * spec.q_heads * row_blocks,),
-        (32 * tile.warps,),
-        shared_memory,
+        (launch.blocks,),
+        (launch.threads,),
+        launch.shared_memory,
         _lasting_arguments(spec, row_blocks),
     )
 
