@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,16 @@ from compiling import ADD, ADD_HEADER, FakeCompiler, write_sources
 
 import cuflash
 from cuflash.runtime import cache, device, source
+
+
+@pytest.fixture(scope="module")
+def cupy() -> Iterator[ModuleType]:
+    """CuPy where it has a device; what the tests leave in its memory pool is given back."""
+    module: Any = pytest.importorskip("cupy")
+    if not module.is_available():
+        pytest.skip("no CUDA device")
+    yield module
+    module.get_default_memory_pool().free_all_blocks()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -17,15 +16,6 @@ from cuflash.arrays import adopt
 
 pytestmark = pytest.mark.gpu
 FAMILY = "standard"
-
-
-@pytest.fixture(scope="module")
-def cupy() -> Iterator[ModuleType]:
-    module: Any = pytest.importorskip("cupy")
-    if not module.is_available():
-        pytest.skip("no CUDA device")
-    yield module
-    module.get_default_memory_pool().free_all_blocks()
 
 
 # --- streams and graphs ---------------------------------------------------------------------------

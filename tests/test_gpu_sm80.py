@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -23,15 +22,10 @@ DIMS = ((1, 1), (24, 24), (32, 32), (40, 40), (61, 61), (64, 64), (72, 72), (96,
 WAYS = ("full", "causal", "window", "softcap", "capped causal", "negative scale", "zero scale")
 
 
-@pytest.fixture(scope="module")
-def cupy() -> Iterator[ModuleType]:
-    module: Any = pytest.importorskip("cupy")
-    if not module.is_available():
-        pytest.skip("no CUDA device")
-    if int(module.cuda.Device().compute_capability) < 80:
+@pytest.fixture(autouse=True)
+def needs_ampere(cupy: ModuleType) -> None:
+    if int(cupy.cuda.Device().compute_capability) < 80:
         pytest.skip("needs compute capability 8.0")
-    yield module
-    module.get_default_memory_pool().free_all_blocks()
 
 
 def own_problems() -> list[Problem]:

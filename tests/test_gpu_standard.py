@@ -19,15 +19,6 @@ pytestmark = pytest.mark.gpu
 FAMILY = "standard"
 
 
-@pytest.fixture(scope="module")
-def cupy() -> Iterator[ModuleType]:
-    module: Any = pytest.importorskip("cupy")
-    if not module.is_available():
-        pytest.skip("no CUDA device")
-    yield module
-    module.get_default_memory_pool().free_all_blocks()
-
-
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
