@@ -199,6 +199,13 @@ def explain(q: Any, k: Any, v: Any, *, device: Device | str | None = None, **opt
     Plan
         ``print(plan)`` shows it whole.
 
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        As `attention` would.
+    RuntimeError
+        Where the arrays' GPU is not here and no `device` is named.
+
     Examples
     --------
     >>> from cuflash import ArrayInfo, explain

@@ -37,6 +37,11 @@ class ArrayInfo:
         In elements, not bytes; C-contiguous when left out.
     aligned : bool
         Whether the first element lies on a 16-byte boundary.
+
+    Raises
+    ------
+    ValueError
+        For a negative length, strides that don't fit the shape, or an unknown device.
     """
 
     shape: tuple[int, ...]

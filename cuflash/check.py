@@ -73,7 +73,9 @@ PROBLEMS = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Outcome of one problem on one family. Errors are None where it was refused."""
+    """Outcome of one problem on one family. Where it was refused, errors are None, `note` says why,
+    and `passed` is true, for nothing went wrong.
+    """
 
     family: str
     device: str
@@ -83,6 +85,11 @@ class Result:
     lse_error: float | None
     passed: bool
     note: str = ""
+
+    @property
+    def refused(self) -> bool:
+        """Whether the family did not take the problem."""
+        return self.error is None
 
 
 def run(

@@ -195,7 +195,9 @@ def _check(options: argparse.Namespace) -> int:
         print(as_json([dataclasses.asdict(result) for result in results]))
     elif results:
         places = ", ".join(sorted({result.device for result in results}))
-        print(f"{len(results) - len(failed)} of {len(results)} passed, on {places}")
+        ran = [result for result in results if not result.refused]
+        refused = f", {len(results) - len(ran)} refused" if len(ran) < len(results) else ""
+        print(f"{len(ran) - len(failed)} of {len(ran)} passed{refused}, on {places}")
     if not results:
         print(
             "cuflash check: nothing was run; this machine has no device for that selection",

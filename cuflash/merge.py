@@ -40,6 +40,10 @@ def merge_states(
     ------
     ValueError, TypeError
         When the parts don't fit together.
+
+    Notes
+    -----
+    Dao, "FlashAttention-2" (2023), section 2.3.1: the rescaling that joins blocks of keys.
     """
     one_of("layout", layout, LAYOUTS)
     for name, given in (("outs", outs), ("lses", lses)):

@@ -127,12 +127,10 @@ def _check_writable(out: Any, arrays: tuple[Any, Any, Any], options: Options) ->
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out: got a read-only array; expected one that can be written")
     others = {
-        "q": arrays[0],
-        "k": arrays[1],
-        "v": arrays[2],
-        "mask": options.mask,
-        "bias": options.bias,
+        **dict(zip("qkv", arrays, strict=True)),
+        **{name: getattr(options, name) for name in ("mask", "bias", *_LENGTHS)},
     }
     for name, other in others.items():
-        if other is not None and may_overlap(out, other):
+        # Lengths of the host lie elsewhere than an output on the device.
+        if type(other) is type(out) and may_overlap(out, other):
             raise ValueError(f"out: shares memory with {name}; expected memory of its own")

@@ -80,6 +80,15 @@ def io_bytes(
     IOBytes
         In bytes.
 
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, as `cuflash.attention` would for arrays of these shapes.
+
+    Notes
+    -----
+    Dao et al., "FlashAttention" (2022), section 3.2 and theorem 2.
+
     Examples
     --------
     >>> traffic = io_bytes((1, 8, 4096, 64), dtype="bfloat16")

@@ -326,3 +326,14 @@ def test_check_notices_a_wrong_family(
     status, out, _ = run(capsys, *arguments, "--json")
     assert status == 1
     assert sum(not result["passed"] for result in json.loads(out)) == len(failed)
+
+
+def test_check_counts_what_was_refused_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    good = check.Result("sm80", "GPU 0", "float16", "full", 1e-4, 1e-6, True)
+    refused = check.Result("sm80", "GPU 0", "float16", "mask", None, None, True, "refused: mask")
+    monkeypatch.setattr(check, "run", lambda *_: iter([good, good, refused]))
+    status, out, _ = run(capsys, "check")
+    assert status == 0
+    assert out.splitlines()[-1] == "2 of 2 passed, 1 refused, on GPU 0"

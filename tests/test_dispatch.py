@@ -368,3 +368,11 @@ def test_the_log_goes_to_standard_error(value: str | None, expected: int) -> Non
     assert done.stdout == ""
     assert done.stderr.count("cuflash plan: reference on CPU") == expected
     assert bool(done.stderr) == bool(expected)
+
+
+def test_lengths_that_a_kernel_can_not_count_are_refused() -> None:
+    q, k = ArrayInfo((1, 1, 4, 8)), ArrayInfo((1, 1, 2**31, 8))
+    with pytest.raises(NotImplementedError, match="standard: takes lengths up to"):
+        cuflash.explain(q, k, k, device="7.5")
+    with pytest.raises(NotImplementedError, match="sm80: takes lengths below"):
+        cuflash.explain(q, k, k, device="8.0", kernel="sm80")

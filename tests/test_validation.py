@@ -371,3 +371,11 @@ def test_arguments_of_another_device_are_right_on_their_own() -> None:
     assert cuflash.explain(**GPU, **lens, device="8.0").spec.has_kv_lens
     with pytest.raises(pytest.fail.Exception, match="a family was run"):
         attention()
+
+
+def test_out_may_not_share_memory_with_lengths() -> None:
+    out = np.zeros((2, 4, 8), np.float64)
+    lens = out.reshape(-1).view(np.int64)[:1]
+    q = np.ones((2, 4, 8))
+    with pytest.raises(ValueError, match=r"^out: shares memory with kv_lens"):
+        cuflash.attention(q, q, q, kv_lens=lens, out=out)

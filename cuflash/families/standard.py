@@ -27,6 +27,7 @@ _WORKSPACE = 1 << 30
 _LONG = 2048  # query rows from which causal masks and windows are worth cutting into
 _BLOCKS = 8  # blocks of rows: causal then computes 9/16 of the scores instead of all
 _MAX_MATRICES = 32768  # products of one cuBLAS call
+_MAX_LENGTH = 1 << 30  # the softmax kernel counts the columns of a row in 32 bits
 _THREADS = 256
 _UNBOUNDED = 1 << 62
 _CPP_TYPE = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
@@ -56,6 +57,8 @@ def supports(spec: AttentionSpec, device: Device) -> list[str]:
     reasons = [] if device.kind == "cuda" else ["needs a GPU"]
     if spec.dtype not in _CPP_TYPE:
         reasons.append(f"takes {', '.join(_CPP_TYPE)}, not {spec.dtype}")
+    if max(spec.q_len, spec.kv_len) > _MAX_LENGTH:
+        reasons.append(f"takes lengths up to {_MAX_LENGTH}")
     return reasons
 
 
