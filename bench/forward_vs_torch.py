@@ -2,10 +2,12 @@
 
     python bench/forward_vs_torch.py [--kernel auto] [--json FILE]
 
-Forward, batch * seq = 16,384 and heads * dim = 2,048, random normal inputs. Times are medians of
-CUDA events around CALLS calls, which hides what the host needs for one as long as that is less than
-the device needs, taken in turns. TFLOP/s count 4 * batch * heads * seq^2 * dim, half when causal.
-Errors are relative L2 on the last 64 rows of one head.
+Forward, batch * seq = 16,384 and heads * dim = 2,048, random normal inputs. A time is the median
+over ROUNDS of CUDA events around a window of calls, after as long a window of the same calls
+unmeasured: a board at its power limit gives each kernel another clock, and takes milliseconds to
+settle. Each round takes the ways in random order. Windows are long enough to hide the host. TFLOP/s
+count 4 * batch * heads * seq^2 * dim, half when causal. Errors are relative L2 on the last 64 rows
+of one head.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -26,22 +29,27 @@ import cuflash
 TOKENS, HIDDEN = 16384, 2048
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 DIMS = (64, 128, 256)
-RUNS, CALLS = 11, 8
+ROUNDS, WINDOW_MS = 5, 15.0
 
 
 def median_ms(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median time of a call of each way; they take turns, so that clocks move for all alike."""
+    """Median time of a call of each way."""
+
+    def window(way: Callable[[], Any], calls: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            way()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / calls
+
+    calls = {name: 1 + int(WINDOW_MS / window(way, 3)) for name, way in ways.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(RUNS + 4):
-        for name, way in ways.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(CALLS):
-                way()
-            end.record()
-            end.synchronize()
-            if turn >= 4:
-                times[name].append(start.elapsed_time(end) / CALLS)
+    for _ in range(ROUNDS):
+        for name in random.sample(list(ways), len(ways)):
+            window(ways[name], calls[name])
+            times[name].append(window(ways[name], calls[name]))
     return {name: statistics.median(found) for name, found in times.items()}
 
 

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import functools
-import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from . import families
+from . import calls
 from .dispatch import choose
-from .operands import bind, prepare_spec
+from .operands import ARRAY_OPTIONS, adopt_all, spec_of
 from .plan import Plan
-from .runtime.device import Device, activate, named, of_array
-from .spec import OPTION_NAMES, Options
+from .runtime.device import Device, named, of_array
+from .spec import Options
 from .validate import check_option_names
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_log = logging.getLogger("cuflash")
-
 
 def _checks_option_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Answer a mistyped option with the nearest right one; Python's own message names neither."""
-    known = frozenset(("q", "k", "v", *OPTION_NAMES))
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not kwargs.keys() <= known:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
             check_option_names(function.__name__, kwargs.keys() - {"q", "k", "v"})
-        return function(*args, **kwargs)
+            raise
 
     return call
 
@@ -147,38 +144,41 @@ def attention(
     >>> cuflash.attention(q, k, v, causal=True).shape
     (8, 100, 64)
     """
-    options = Options(
-        scale=scale,
-        causal=causal,
-        causal_align=causal_align,
-        window=window,
-        softcap=softcap,
-        mask=mask,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        block_mask=block_mask,
-        q_lens=q_lens,
-        kv_lens=kv_lens,
-        dropout_p=dropout_p,
-        seed=seed,
-        layout=layout,
-        return_lse=return_lse,
-        out=out,
-        kernel=kernel,
-        deterministic=deterministic,
-    )
-    spec, arrays, native = prepare_spec(q, k, v, options)
-    device = of_array(spec.device)
-    plan = choose(spec, device, kernel)
-    _log_once(plan)
-    with activate(device):
-        operands, result, lse = bind(spec, arrays, native)
-        if not spec.is_empty:
-            families.load(plan.family).run(plan, operands)
-    if out is not None:
-        result = out
-    return (result, lse) if return_lse else result
+    operands = adopt_all(q, k, v, mask, bias, out, q_lens, kv_lens, layout)
+    # All that the checks and the plan depend on; with types, because 1 == 1.0 == True.
+    key = (
+        operands.fingerprints(), scale, causal, causal_align, window, softcap, alibi_slopes, sinks,
+        block_mask, dropout_p, seed, layout, return_lse, kernel, deterministic,
+        type(scale), type(causal), type(causal_align), type(softcap), type(dropout_p), type(layout),
+        type(return_lse), type(kernel), type(deterministic),
+        None if window is None else _member_types(window),
+    )  # fmt: skip
+    call = calls.find(key)
+    if call is None:
+        options = Options(
+            scale=scale,
+            causal=causal,
+            causal_align=causal_align,
+            window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            block_mask=block_mask,
+            dropout_p=dropout_p,
+            seed=seed,
+            layout=layout,
+            return_lse=return_lse,
+            kernel=kernel,
+            deterministic=deterministic,
+        )
+        call = calls.add(key, operands, options)
+    call.run(operands)
+    result = operands.out if out is None else out
+    return (result, operands.lse) if return_lse else result
+
+
+def _member_types(window: Any) -> tuple[type, ...]:
+    return tuple(map(type, window)) if type(window) is tuple else ()
 
 
 def explain(q: Any, k: Any, v: Any, *, device: Device | str | None = None, **options: Any) -> Plan:
@@ -215,23 +215,11 @@ def explain(q: Any, k: Any, v: Any, *, device: Device | str | None = None, **opt
     """
     check_option_names("explain", options)
     chosen = Options(**options)
-    spec, _, _ = prepare_spec(q, k, v, chosen, stand_ins=True)
+    given = {name: getattr(chosen, name) for name in ("layout", *ARRAY_OPTIONS)}
+    operands = adopt_all(q, k, v, **given, stand_ins=True)
+    spec = spec_of(operands, chosen)
     if device is None:
         device = of_array(spec.device)
     elif isinstance(device, str):
         device = named(device)
     return choose(spec, device, chosen.kernel)
-
-
-_logged: set[Plan] = set()
-
-
-def _log_once(plan: Plan) -> None:
-    """With CUFLASH_LOG=1 in the environment, log each plan the first time it is used."""
-    if os.environ.get("CUFLASH_LOG", "0") in ("", "0") or plan in _logged:
-        return
-    _logged.add(plan)
-    if not _log.handlers and not logging.getLogger().handlers:
-        _log.addHandler(logging.StreamHandler())
-    _log.setLevel(logging.INFO)
-    _log.info("%s", plan)

@@ -7,8 +7,10 @@ decides everything from their `ArrayInfo`, so that the rules can be tested where
 from __future__ import annotations
 
 import functools
+import math
 import re
 import sys
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,9 @@ import numpy as np
 from . import dlpack
 
 CPU = "cpu"
+
+# Types that are taken as they are; CuPy's joins them once an array of it was met.
+NATIVE: set[type] = {np.ndarray}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +65,18 @@ class ArrayInfo:
             raise ValueError(
                 f"strides: got {self.strides}; expected one for each axis of {self.shape}"
             )
-        if self.device != CPU and not re.fullmatch(r"cuda:\d+", self.device):
+        if not _is_place(self.device):
             raise ValueError(f"device: got {self.device!r}; expected 'cpu' or 'cuda:N'")
 
     @property
     def on_gpu(self) -> bool:
         """Whether the array lies in GPU memory."""
         return self.device != CPU
+
+
+@functools.lru_cache(maxsize=64)
+def _is_place(device: str) -> bool:
+    return device == CPU or re.fullmatch(r"cuda:\d+", device) is not None
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -87,15 +97,18 @@ def adopt(name: str, obj: Any) -> Any:
     TypeError
         Naming `name`, when `obj` is not an array or can't be taken without a copy.
     """
+    if type(obj) in NATIVE:
+        return obj
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(obj, cupy.ndarray):
+        NATIVE.add(cupy.ndarray)
+        return obj
     if isinstance(obj, np.ma.MaskedArray):
         raise TypeError(
             f"{name}: got a masked array, whose mask would be lost; pass its .filled(...) data"
         )
     if isinstance(obj, np.ndarray):
         return np.asarray(obj)
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(obj, cupy.ndarray):
-        return obj
     try:
         if hasattr(obj, "__dlpack_device__"):
             return _from_dlpack(name, obj)
@@ -117,17 +130,22 @@ def describe(name: str, obj: Any) -> ArrayInfo:
         raise TypeError(
             f"{name}: got byte-swapped {dtype.newbyteorder('=').name}; expected native byte order"
         )
-    size = max(dtype.itemsize, 1)
-    if isinstance(obj, np.ndarray):
-        address, device = obj.__array_interface__["data"][0], CPU
-    else:
-        address, device = obj.data.ptr, f"cuda:{obj.device.id}"
-    if any(step % size for step in obj.strides):
+    size, byte_strides = max(dtype.itemsize, 1), obj.strides
+    device = CPU if isinstance(obj, np.ndarray) else f"cuda:{obj.data.device_id}"
+    if math.gcd(*byte_strides) % size:
         raise ValueError(
-            f"{name}: got byte strides {obj.strides}; expected multiples of the item size, {size}"
+            f"{name}: got byte strides {byte_strides}; expected multiples of the item size, {size}"
         )
-    strides = tuple(step // size for step in obj.strides)
-    return ArrayInfo(obj.shape, _name(dtype), device, strides, address % 16 == 0)
+    strides = tuple([step // size for step in byte_strides])
+    return ArrayInfo(obj.shape, _name(dtype), device, strides, address(obj) % 16 == 0)
+
+
+def fingerprint(array: Any) -> Hashable:
+    """All that `describe` reads of a native array, as it is: alike only where its answers are."""
+    if type(array) is np.ndarray:
+        return array.shape, array.strides, array.dtype, address(array) % 16
+    data = array.data
+    return array.shape, array.strides, array.dtype, data.ptr % 16, data.device_id
 
 
 @functools.cache
@@ -135,17 +153,29 @@ def _name(dtype: np.dtype[Any]) -> str:
     return str(dtype.name)  # which NumPy builds anew each time
 
 
-def memory_range(array: Any) -> tuple[int, int]:
-    """First byte and the byte past the last one that a native array touches."""
-    if isinstance(array, np.ndarray):
-        start = array.__array_interface__["data"][0]
-    else:
-        start = array.data.ptr
+def address(array: Any) -> int:
+    """Where the first element of a native array lies."""
+    found: int = (
+        array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
+    )
+    return found
+
+
+def reach(array: Any) -> tuple[int, int]:
+    """First byte and the byte past the last one that a native array touches, counted from its
+    address.
+    """
     if array.size == 0:
-        return start, start
+        return 0, 0
     low = sum(min((n - 1) * step, 0) for n, step in zip(array.shape, array.strides, strict=True))
     high = sum(max((n - 1) * step, 0) for n, step in zip(array.shape, array.strides, strict=True))
-    return start + low, start + high + array.dtype.itemsize
+    return low, high + array.dtype.itemsize
+
+
+def memory_range(array: Any) -> tuple[int, int]:
+    """First byte and the byte past the last one that a native array touches."""
+    start, (low, high) = address(array), reach(array)
+    return start + low, start + high
 
 
 def may_repeat(info: ArrayInfo) -> bool:

@@ -10,13 +10,12 @@ from typing import TypeVar
 
 from . import families
 from .arrays import ArrayInfo
-from .operands import prepare_spec
 from .runtime import cache, compiler
 from .runtime.compiler import CompileError
 from .runtime.device import Device, cuda_devices, named, unavailable_reason
 from .runtime.specialisation import Specialisation
 from .spec import MAX_HEAD_DIM, Options
-from .validate import GPU_DTYPES, one_of
+from .validate import GPU_DTYPES, build_spec, one_of
 
 _T = TypeVar("_T", str, int)
 
@@ -137,8 +136,7 @@ def _of_family(
         taken = []
         for dim in dims:
             array = ArrayInfo((1, 1, 128, dim), dtype, "cuda:0")
-            spec, _, _ = prepare_spec(array, array, array, Options(), stand_ins=True)
-            if not family.supports(spec, device):
+            if not family.supports(build_spec(array, array, array, Options()), device):
                 taken.append(dim)
         yield from family.specialisations(device, taken, [dtype])
 

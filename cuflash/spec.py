@@ -4,8 +4,8 @@ CUDA.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,7 @@ MAX_HEAD_DIM = 256
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Options:
+class Options(NamedTuple):
     """The options of `cuflash.attention`, unchecked; see its docstring for their meaning."""
 
     scale: Any = None
@@ -39,7 +38,7 @@ class Options:
     deterministic: Any = False
 
 
-OPTION_NAMES = tuple(field.name for field in fields(Options))
+OPTION_NAMES = Options._fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import ArrayInfo, may_repeat
+from .arrays import ArrayInfo, contiguous_strides, may_repeat
 from .spec import MAX_HEAD_DIM, OPTION_NAMES, AttentionSpec, Options, Placement, ScoreArray
 
 LAYOUTS = ("bhsd", "bshd")
@@ -47,7 +47,7 @@ def build_spec(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo, options: Options) -> At
     _check_dtypes_and_devices(q, k, v)
     _check_ranks(q, k, v)
     (q_shape, q_place), (k_shape, k_place), (v_shape, v_place) = (
-        as_bhsd(a, layout) for a in (q, k, v)
+        as_bhsd(a.shape, a.strides, a.aligned, layout) for a in (q, k, v)
     )
     _check_shapes(q_shape, k_shape, v_shape)
     batch, q_heads, q_len, head_dim = q_shape
@@ -103,7 +103,7 @@ def check_option_names(
             raise TypeError(
                 f"{function}: unknown option {name!r}{suggestion(name, known)}; "
                 f"options: {', '.join(known)}"
-            )
+            ) from None  # Python's own error may be on its way, and says less
 
 
 def suggestion(given: str, known: Sequence[str]) -> str:
@@ -148,18 +148,16 @@ def number(name: str, value: Any) -> float:
     return float(value)
 
 
-def as_bhsd(info: ArrayInfo, layout: str) -> tuple[tuple[int, int, int, int], Placement]:
+def as_bhsd(
+    shape: tuple[int, ...], strides: tuple[int, ...], aligned: bool, layout: str
+) -> tuple[tuple[int, int, int, int], Placement]:
     """Shape and placement of the (batch, heads, seq, dim) view of an array of rank 2 to 4."""
-    missing = 4 - len(info.shape)
-    order = [0, 1, 2, 3]
-    shape, strides = info.shape, info.strides
-    if layout == "bshd" and len(shape) >= 3:
-        order = [0, 2, 1, 3]
-    shape = (1,) * missing + shape
-    strides = (0,) * missing + strides
-    b, h, s, d = (shape[i] for i in order)
-    sb, sh, ss, sd = (strides[i] for i in order)
-    return (b, h, s, d), Placement((sb, sh, ss, sd), info.aligned)
+    missing = 4 - len(shape)
+    b, h, s, d = (1,) * missing + shape
+    sb, sh, ss, sd = (0,) * missing + strides
+    if layout == "bshd" and missing < 2:
+        h, s, sh, ss = s, h, ss, sh
+    return (b, h, s, d), Placement((sb, sh, ss, sd), aligned)
 
 
 def _refuse_unsupported(options: Options) -> None:
@@ -300,6 +298,12 @@ def _check_lens(name: str, lens: Any, batch: int, capacity: int, q: ArrayInfo) -
         raise ValueError(f"{name}: got shape {lens.shape}; expected (batch,) = ({batch},)")
     if isinstance(lens, ArrayInfo):
         _check_device(name, lens.device, q)
+    check_length_values(name, lens, capacity)
+
+
+def check_length_values(name: str, lens: Any, capacity: int) -> None:
+    """Raise ValueError for a length of the host that the array does not have."""
+    if not isinstance(lens, np.ndarray):
         return
     wrong = np.flatnonzero((lens < 0) | (lens > capacity))
     if wrong.size:
@@ -312,7 +316,7 @@ def _check_out(
 ) -> Placement:
     shape = (*q.shape[:-1], head_dim_v)
     if out is None:
-        return as_bhsd(ArrayInfo(shape, q.dtype, q.device), layout)[1]
+        return as_bhsd(shape, contiguous_strides(shape), True, layout)[1]
     if out.shape != shape:
         raise ValueError(f"out: got shape {out.shape}; expected {shape}")
     if out.dtype != q.dtype:
@@ -323,4 +327,4 @@ def _check_out(
             f"out: got a broadcast or overlapping view, strides {out.strides}; "
             "expected distinct elements"
         )
-    return as_bhsd(out, layout)[1]
+    return as_bhsd(out.shape, out.strides, out.aligned, layout)[1]

@@ -288,15 +288,20 @@ def not_zero_in_an_empty_row(plan: Plan, operands: Operands) -> None:
 def break_reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Let the CPU family finish, then spoil what it wrote."""
     family = families.load("reference")
-    right = family.run
+    right = family.prepare
 
     def spoil_with(spoil: Callable[[Plan, Operands], None]) -> None:
-        def run(plan: Plan, operands: Operands) -> None:
-            right(plan, operands)
-            if operands.lse is not None:
-                spoil(plan, operands)
+        def prepare(plan: Plan) -> Callable[[Operands], None]:
+            run = right(plan)
 
-        monkeypatch.setattr(family, "run", run)
+            def run_and_spoil(operands: Operands) -> None:
+                run(operands)
+                if operands.lse is not None:
+                    spoil(plan, operands.views(plan.spec))
+
+            return run_and_spoil
+
+        monkeypatch.setattr(family, "prepare", prepare)
 
     yield spoil_with
     dispatch._choose.cache_clear()

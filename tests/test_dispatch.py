@@ -18,7 +18,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import ArrayInfo, Plan, api, dispatch, families
+from cuflash import ArrayInfo, Plan, calls, dispatch, families
 from cuflash.families import standard
 from cuflash.runtime import device as devices
 from cuflash.runtime.device import Device, named
@@ -254,7 +254,7 @@ def test_chunks_cover_the_problem_within_the_workspace(
     plan = cuflash.explain(q, k, v, device="7.5" if batch % 2 else "9.0", kernel="standard")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(standard, "_Call", Recorder)
-        standard.run(plan, SimpleNamespace())  # type: ignore[arg-type]
+        standard.prepare(plan)(SimpleNamespace())  # type: ignore[arg-type]
     chunks = Recorder.chunks
     lengths = (batch, kv_heads, q_len)
     for axis, length in enumerate(lengths):
@@ -275,7 +275,7 @@ def test_chunks_cover_the_problem_within_the_workspace(
 
 def test_a_small_problem_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standard, "_Call", Recorder)
-    standard.run(explain("8.0", kernel="standard"), SimpleNamespace())  # type: ignore[arg-type]
+    standard.prepare(explain("8.0", kernel="standard"))(SimpleNamespace())  # type: ignore[arg-type]
     assert Recorder.chunks == [(slice(0, 2), slice(0, 2), slice(0, 100))]
 
 
@@ -341,11 +341,12 @@ def test_without_a_gpu_its_arrays_need_a_device_by_name(monkeypatch: pytest.Monk
 def test_each_plan_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setattr(calls, "_logged", set())
     q = np.ones((3, 8), np.float32)
-    for value, calls, expected in (("", 1, 0), ("0", 1, 0), ("1", 3, 1), ("1", 1, 1)):
+    for value, times, expected in (("", 1, 0), ("0", 1, 0), ("1", 3, 1), ("1", 1, 1)):
         monkeypatch.setenv("CUFLASH_LOG", value)
-        for _ in range(calls):
+        calls.forget()
+        for _ in range(times):
             cuflash.attention(q, q, q)
         assert len(caplog.records) == expected
     cuflash.attention(q, q, q, causal=True)

@@ -100,22 +100,24 @@ def test_no_keys(cupy: ModuleType) -> None:
     assert np.isneginf(lse.get()).all()
 
 
+@pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("value", [1e-3, 100.0, 30000.0])
-def test_equal_logits_of_any_size_weigh_the_same(value: float, cupy: ModuleType) -> None:
+def test_equal_logits_of_any_size_weigh_the_same(value: float, dim: int, cupy: ModuleType) -> None:
     """Their product with the scale is off by more than 1 where it is beyond 2^24."""
-    q = cupy.full((1, 70, 64), value, np.float32).astype("bfloat16")
-    v = cupy.asarray(np.random.default_rng(0).standard_normal((1, 300, 64)), np.float32)
-    k = cupy.broadcast_to(q[:, :1], (1, 300, 64))
+    q = cupy.full((1, 70, dim), value, np.float32).astype("bfloat16")
+    v = cupy.asarray(np.random.default_rng(0).standard_normal((1, 300, dim)), np.float32)
+    k = cupy.broadcast_to(q[:, :1], (1, 300, dim))
     out, lse = cuflash.attention(q, k, v.astype("bfloat16"), return_lse=True, kernel=FAMILY)
     mean = v.astype("bfloat16").astype(np.float32).mean(axis=1, keepdims=True)
     assert float(abs(out.astype(np.float32) - mean).max()) < 2e-3
-    exact = float(q[0, 0, 0]) ** 2 * 8 + np.log(300)
+    exact = float(q[0, 0, 0]) ** 2 * dim**0.5 + np.log(300)
     assert float(abs(lse - exact).max()) <= 2e-6 * exact
 
 
-def test_growing_logits_move_the_reference_often(cupy: ModuleType) -> None:
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_growing_logits_move_the_reference_often(dim: int, cupy: ModuleType) -> None:
     """Key tiles run from the last to the first, so early keys must outgrow what came before."""
-    call = host_call(Problem(q_len=64, kv_len=1000, options="full"))
+    call = host_call(Problem(q_len=64, kv_len=1000, dim=dim, dim_v=dim, options="full"))
     call.k *= np.linspace(12, 0, 1000, dtype=np.float16)[:, None]
     assert_agrees(call, *attend(cupy, call, kernel=FAMILY))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable
@@ -62,7 +61,7 @@ def test_attention_has_the_options_of_the_contract() -> None:
 
 def test_options_mirror_the_signature() -> None:
     assert tuple(CONTRACT) == OPTION_NAMES
-    assert dataclasses.asdict(Options()) == CONTRACT
+    assert Options()._asdict() == CONTRACT
     assert spec_of() == spec_of(**CONTRACT)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,28 +17,31 @@ from cuflash.operands import Operands
 from cuflash.runtime.device import named
 
 HOPPER = named("9.0")
-POINTERS = {"q": 0x1000, "k": 0x2000, "v": 0x3000, "out": 0x4000, "lse": 0x5000}
+POINTERS = {"q": 0x1000, "k": 0x2000, "v": 0x3000, "out": 0x4000}
+OPTIONAL = {"lse": 0x5000, "q_lens": 0x6000, "kv_lens": 0x7000}
 
 
 class Kernel:
-    """Stands for a compiled kernel."""
+    """Stands for a compiled kernel and its launcher."""
 
     def __init__(self) -> None:
         self.name = ""
-        self.max_dynamic_shared_size_bytes = 0
-        self.grid: tuple[int, ...] = ()
-        self.block: tuple[int, ...] = ()
-        self.shared_memory = 0
-        self.arguments = np.zeros((), sm80._ARGUMENTS)
+        self.blocks = self.threads = self.shared_memory = 0
+        self.arguments: Any = None
 
-    def __call__(self, grid: Any, block: Any, arguments: Any, *, shared_mem: int) -> None:
-        (packed,) = arguments
-        self.grid, self.block, self.shared_memory = grid, block, shared_mem
-        self.arguments = packed.view(sm80._ARGUMENTS)
+    def launcher(
+        self, kernel: Kernel, blocks: int, threads: int, shared_memory: int
+    ) -> Callable[[bytes], None]:
+        assert kernel is self
+        self.blocks, self.threads, self.shared_memory = blocks, threads, shared_memory
+        return self.launch
+
+    def launch(self, struct: bytes) -> None:
+        self.arguments = np.frombuffer(struct, sm80._ARGUMENTS)[0]
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     taken = Kernel()
 
     def load(module: Any, device: Any) -> Any:
@@ -50,22 +53,22 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
         return SimpleNamespace(function=function)
 
     monkeypatch.setattr(sm80.module, "load", load)
-    sm80._prepare.cache_clear()
-    yield taken
-    sm80._prepare.cache_clear()
+    monkeypatch.setattr(sm80, "launcher", taken.launcher)
+    monkeypatch.setattr(sm80, "_on_device", lambda lens: lens)
+    return taken
 
 
 def launch(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo, *, lse: bool = False, **options: Any) -> Any:
     """Plan a call on described arrays and run it on arrays that are only addresses."""
     plan = cuflash.explain(q, k, v, device=HOPPER, return_lse=lse, **options)
     assert plan.family == "sm80"
-    arrays = {
+    given = {name for name in OPTIONAL if name in options} | ({"lse"} if lse else set())
+    arrays: dict[str, Any] = {
         name: SimpleNamespace(data=SimpleNamespace(ptr=at))
-        for name, at in POINTERS.items()
-        if name != "lse" or lse
+        for name, at in {**POINTERS, **OPTIONAL}.items()
+        if name in POINTERS or name in given
     }
-    nothing = dict.fromkeys(("mask", "bias", "q_lens", "kv_lens"))
-    sm80.run(plan, Operands(**{"lse": None, **nothing, **arrays}))
+    sm80.prepare(plan)(Operands(**arrays))
     return plan
 
 
@@ -75,7 +78,7 @@ def test_every_argument_reaches_the_kernel(kernel: Kernel) -> None:
     plan = launch(q, k, k, lse=True, causal=True)
     given = kernel.arguments
     assert {name: int(given[name]) for name in POINTERS} == POINTERS
-    assert int(given["q_lens"]) == int(given["kv_lens"]) == 0
+    assert [int(given[name]) for name in OPTIONAL] == [OPTIONAL["lse"], 0, 0]
     steps = [[int(given[f"{n}_{axis}"]) for axis in ("entry", "head", "row")] for n in "qk"]
     assert steps == [[6 * 300 * 64, 300 * 64, 64], [96000, 64, 192]]
     names = ("q_heads", "group", "q_len", "kv_len", "head_dim", "head_dim_v", "row_blocks")
@@ -85,11 +88,17 @@ def test_every_argument_reaches_the_kernel(kernel: Kernel) -> None:
     assert int(given["top_left"]) == int(given["prepare"]) == 0
     assert int(given["out_aligned"]) == 1
     assert float(given["factor"]) == pytest.approx(math.log2(math.e) / 8)
-    assert kernel.grid == (2 * 6 * 3,)
-    assert kernel.block == (128,)
-    assert kernel.shared_memory == kernel.max_dynamic_shared_size_bytes
+    assert (kernel.blocks, kernel.threads) == (2 * 6 * 3, 128)
     assert kernel.shared_memory == plan.tiling.launch.shared_memory == 48 * 1024
     assert kernel.name == plan.tiling.launch.module.name == "cuflash_fwd_sm80_d64_bf16_bounded"
+
+
+@pytest.mark.parametrize("names", [(), ("q_lens",), ("kv_lens",), ("q_lens", "kv_lens")], ids=str)
+def test_pointers_that_are_not_given_are_null(names: tuple[str, ...], kernel: Kernel) -> None:
+    q, lens = ArrayInfo((2, 6, 300, 64)), ArrayInfo((2,), "int64")
+    launch(q, q, q, **dict.fromkeys(names, lens))
+    expected = [OPTIONAL[name] if name in names else 0 for name in OPTIONAL]
+    assert [int(kernel.arguments[name]) for name in OPTIONAL] == expected
 
 
 @pytest.mark.parametrize(
@@ -147,11 +156,11 @@ def test_tiles_fit_the_device(capability: str, dim: int) -> None:
         tile = sm80._Variant.of(plan.spec).tile(device)
         registers = tile.registers(dim) + 45  # what is not scores or output, by the kernel's budget
         assert registers <= 255
-        assert 32 * tile.warps * tile.blocks * registers <= 65536
+        assert 32 * tile.warps * sm80._BLOCKS * registers <= 65536
 
 
 def test_a_plan_shows_its_kernel() -> None:
     info = ArrayInfo((2, 4, 300, 128))
     shown = str(cuflash.explain(info, info, info, causal=True, device="9.0"))
     assert "  kernel     cuflash_fwd_sm80_d128_f16_bounded; " in shown
-    assert "  grid       24 blocks of 128 threads, 96 KiB of shared memory each" in shown
+    assert "  grid       24 blocks of 128 threads, 64 KiB of shared memory each" in shown

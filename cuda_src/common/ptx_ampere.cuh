@@ -4,6 +4,7 @@
 namespace cuflash {
 
 typedef long long i64;
+typedef unsigned long long u64;
 typedef unsigned short u16;
 typedef unsigned u32;
 
@@ -15,24 +16,47 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 }
 
 // cp.async: 16 bytes from global to shared memory, of which the last 16 - bytes become 0 (bytes: 0 or 16).
+// With 0 nothing is read, so that the address may lie anywhere.
 __device__ __forceinline__ void copy_async(u32 shared, const void* global, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
-// cp.async.commit_group
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// cp.async.wait_group: until at most PENDING of this thread's groups are on their way.
-template <int PENDING>
-__device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
+// cp.async.wait_all: until every copy of this thread has come.
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // st.shared.v4.b32
 __device__ __forceinline__ void store_unit(u32 shared, const u32 (&from)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(from[0]), "r"(from[1]), "r"(from[2]),
                  "r"(from[3])
                  : "memory");
+}
+
+// ld.shared.v4.b32
+__device__ __forceinline__ void load_unit(u32 (&to)[4], u32 shared) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared)
+                 : "memory");
+}
+
+// st.shared.b32
+__device__ __forceinline__ void store_pair(u32 shared, u32 from) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(from) : "memory");
+}
+
+// bar.sync: two warps that name the same barrier (1 to 15) meet.
+__device__ __forceinline__ void pair_sync(int barrier) { asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory"); }
+
+// bar.red.or: whether a thread of either warp says so.
+__device__ __forceinline__ bool pair_any(int barrier, bool mine) {
+    int any;
+    asm volatile(
+        "{\n.reg .pred mine, any;\nsetp.ne.s32 mine, %2, 0;\nbar.red.or.pred any, %1, 64, mine;\n"
+        "selp.s32 %0, 1, 0, any;\n}"
+        : "=r"(any)
+        : "r"(barrier), "r"(int(mine))
+        : "memory");
+    return any != 0;
 }
 
 // ldmatrix.x4: four 8x8 matrices of 16-bit elements, lane i giving the address of row i % 8 of matrix i / 8.

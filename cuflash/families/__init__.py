@@ -3,17 +3,19 @@
 - ``supports(spec, device)``: reasons why it can't take a problem; none when it can
 - ``why(spec, device)``: one line for people
 - ``plan(spec, device)``: how it would run it, a `Tiling`
-- ``run(plan, operands)``: do it
+- ``prepare(plan)``: load what the plan needs; the answer runs any call that follows it, given its
+  `Operands`. Asked for only where there is an output element
 - ``specialisations(device, head_dims, dtypes)``: every module it may compile for problems of these,
   each once; what it does not take adds none
 
-All but `run` never import CuPy. Adding an architecture is adding a module and its name here.
+All but `prepare` never import CuPy. Adding an architecture is adding a module and its name here.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 from ..operands import Operands
@@ -32,7 +34,7 @@ class Family(Protocol):
 
     def plan(self, spec: AttentionSpec, device: Device) -> Tiling: ...
 
-    def run(self, plan: Plan, operands: Operands) -> None: ...
+    def prepare(self, plan: Plan) -> Callable[[Operands], None]: ...
 
     def specialisations(
         self, device: Device, head_dims: Sequence[int], dtypes: Sequence[str]
@@ -42,6 +44,7 @@ class Family(Protocol):
 BUILT = ("sm80", "standard", "reference")
 
 
+@functools.cache
 def load(name: str) -> Family:
     """The module of a built family, imported on first use."""
     module: Any = importlib.import_module(f".{name}", __name__)

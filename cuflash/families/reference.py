@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 from ..operands import Operands
 from ..plan import Plan, Tiling
@@ -24,8 +25,12 @@ def plan(spec: AttentionSpec, device: Device) -> Tiling:
     return choose_tiling(spec)
 
 
-def run(plan: Plan, operands: Operands) -> None:
-    attend(plan.spec, plan.tiling, operands)
+def prepare(plan: Plan) -> Callable[[Operands], None]:
+    return functools.partial(_run, plan)
+
+
+def _run(plan: Plan, operands: Operands) -> None:
+    attend(plan.spec, plan.tiling, operands.views(plan.spec))
 
 
 def specialisations(

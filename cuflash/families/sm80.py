@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..operands import Operands
 from ..plan import Launch, Plan, Tiling
 from ..runtime import module
 from ..runtime.device import Device
+from ..runtime.launch import launcher
 from ..runtime.specialisation import Specialisation
 from ..spec import AttentionSpec
 
@@ -41,6 +43,8 @@ _ARGUMENTS = np.dtype(
     + [("prepare", np.int32), ("out_aligned", np.int32)],
     align=True,
 )
+# The pointers, which change with each call, and the bytes of the rest.
+_PARTS = Struct(f"{len(_POINTERS)}Q{_ARGUMENTS.itemsize - 8 * len(_POINTERS)}s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,59 +54,58 @@ class Tile:
     q_rows: int
     keys: int
     warps: int
-    blocks: int  # of one multiprocessor, which share its 65,536 registers
-    stages: int
+    sides: int  # warps that share rows, each with a part of the keys and of V's columns
     unroll: int
-    overlap: bool  # the next tile's scores among this one's exponentials
     why: str
 
     @property
     def row_tiles(self) -> int:
         """Tiles of 16 rows of each warp."""
-        return self.q_rows // (16 * self.warps)
+        return self.q_rows * self.sides // (16 * self.warps)
 
     def registers(self, head_dim_v: int) -> int:
         """Registers a thread for scores and output, without the 45 or so beside them."""
-        scores = self.keys * (2 if self.overlap else 1)
-        return self.row_tiles * (scores + head_dim_v) // 2
+        return self.row_tiles * (self.keys + head_dim_v) // (2 * self.sides)
 
     def shared_memory(self, head_dim: int, head_dim_v: int) -> int:
-        """Bytes a block; tiles are stored in panels of 64 columns."""
+        """Bytes a block: tiles in panels of 64 columns, and weights that change sides."""
         dim, dim_v = (-(-d // 64) * 64 for d in (head_dim, head_dim_v))
-        return 2 * (self.q_rows * max(dim, dim_v) + self.stages * self.keys * (dim + dim_v))
+        elements = self.q_rows * max(dim, dim_v) + self.keys * (dim + dim_v)
+        return 2 * (elements + (self.q_rows * self.keys if self.sides > 1 else 0))
 
 
-# By the larger of both head dims, rounded up to a bucket. TFLOP/s are of float16 at batch * seq =
-# 16,384, hidden 2,048, seq 8,192, full and causal, on an H200; in brackets what FlashAttention-2 of
-# torch 2.11 reached in the same run. Other architectures have not been timed: what is chosen there
+_BLOCKS = 2  # of one multiprocessor, which share its 65,536 registers
+
+# By the larger of both head dims, rounded up to a bucket. Ratios are to FlashAttention-2 of torch
+# 2.11 in the same run on an H200, full and causal: float16, batch * seq = 16,384, hidden 2,048, the
+# mean of seq 1,024, 2,048 and 8,192. Other architectures have not been timed: what is chosen there
 # keeps every value in registers.
 _TILES = {
-    32: Tile(128, 64, 4, 2, 1, 2, False, "128 keys spill on 10.0 and 12.0"),
-    64: Tile(128, 80, 4, 2, 1, 2, False, "more keys, or overlap, spill on 10.0 and 12.0"),
-    96: Tile(128, 64, 4, 2, 1, 2, False, "as for 128, with room to unroll"),
-    128: Tile(128, 48, 4, 2, 2, 1, False, "64 keys spill but on 9.0"),
-    192: Tile(64, 64, 4, 2, 1, 2, False, "128 rows do not fit the registers"),
-    256: Tile(64, 64, 4, 2, 1, 4, False, "330 and 287 (310, 283); 8 warps 285 and 253"),
+    32: Tile(128, 128, 4, 1, 2, "as for 64"),
+    64: Tile(128, 128, 4, 1, 4, "1.11, 1.07; half unrolled 1.04, 1.04; 96 keys 1.02, 1.02"),
+    96: Tile(128, 80, 4, 1, 6, "as for 128, with room for more keys"),
+    128: Tile(128, 64, 4, 1, 4, "1.06, 1.06; wholly unrolled 1.05, 1.03; 48 keys less"),
+    192: Tile(64, 80, 4, 1, 12, "128 rows do not fit the registers"),
+    256: Tile(64, 80, 4, 1, 16, "1.03, 1.03; 64 keys less; 128 rows, 8 warps 0.86, 0.89"),
 }
-_OVERLAPPED = {64: Tile(128, 64, 4, 2, 2, 1, True, "313 and 301 (294, 272); serial 306 and 288")}
-_HOPPER = {
-    **_OVERLAPPED,
-    128: Tile(128, 64, 4, 2, 2, 1, False, "352 and 320 (341, 285); one stage 361 and 306"),
+_BLACKWELL = {
+    64: Tile(128, 112, 4, 1, 2, "128 keys spill on 10.0"),
+    128: Tile(128, 48, 4, 1, 4, "64 keys spill on 10.0"),
 }
-_SMALL_SHARED = {
-    128: Tile(128, 32, 4, 2, 1, 2, False, "two blocks share 100 kB of memory"),
-}
+# Where two blocks fit as it is, and head_dim_v has two sides of whole panels.
+_TWO_SIDED = {256: Tile(64, 64, 4, 2, 16, "1.08, 1.09: a fifth less of shared memory to read")}
 # Softcap and rows that are not 16-byte aligned need registers of their own.
 _CAREFUL = {
-    32: Tile(128, 64, 4, 2, 1, 1, False, "spills with 128 keys"),
-    64: Tile(128, 64, 4, 2, 1, 1, False, "spills with 128 keys"),
-    96: Tile(128, 32, 4, 2, 1, 1, False, "spills with 64 keys"),
-    128: Tile(128, 32, 4, 2, 1, 1, False, "spills with 64 keys"),
-    192: Tile(64, 32, 4, 2, 1, 1, False, "spills with 64 keys"),
-    256: Tile(64, 32, 4, 2, 1, 1, False, "spills with 64 keys"),
+    32: Tile(128, 96, 4, 1, 2, "128 keys spill"),
+    64: Tile(128, 96, 4, 1, 2, "128 keys spill"),
+    96: Tile(128, 48, 4, 1, 2, "64 keys spill"),
+    128: Tile(128, 48, 4, 1, 2, "64 keys spill"),
+    192: Tile(64, 80, 4, 1, 4, "as without"),
+    256: Tile(64, 80, 4, 1, 4, "as without"),
 }
 _BUCKETS = tuple(_TILES)
-_ROOMY = 128 << 10
+_LEAST_KEYS = 32
+_RESERVED = 2048  # shared memory that each block takes beside its tiles: the system's, the kernel's
 
 
 def supports(spec: AttentionSpec, device: Device) -> list[str]:
@@ -133,32 +136,49 @@ def why(spec: AttentionSpec, device: Device) -> str:
 
 def plan(spec: AttentionSpec, device: Device) -> Tiling:
     variant = _Variant.of(spec)
-    tile = variant.tile(device)
+    tile, compiled = _compiled(variant, device)
     launch = Launch(
-        variant.specialisation(device),
+        compiled,
         blocks=spec.batch * spec.q_heads * -(-spec.q_len // tile.q_rows),
         threads=32 * tile.warps,
         shared_memory=tile.shared_memory(variant.head_dim, variant.head_dim_v),
     )
-    loop = "overlapped" if tile.overlap else "serial"
-    note = f"{tile.warps} warps, {tile.stages}-stage {loop} loop"
+    note = f"{tile.warps} warps"
     return Tiling(tile.q_rows, tile.keys, 1, 0, note, launch)
 
 
-def run(plan: Plan, operands: Operands) -> None:
-    ready = _prepare(plan.spec, plan.device)
-    lens = [_on_device(lens) for lens in (operands.q_lens, operands.kv_lens)]
-    arguments = ready.arguments.copy()
-    for name in _TENSORS:
-        arguments[name] = getattr(operands, name).data.ptr
-    if operands.lse is not None:
-        arguments["lse"] = operands.lse.data.ptr
-    for name, array in zip(("q_lens", "kv_lens"), lens, strict=True):
-        if array is not None:
-            arguments[name] = array.data.ptr
-    # As plain bytes: CuPy would describe a structured array anew at each launch.
-    packed = (arguments.view(f"V{_ARGUMENTS.itemsize}"),)
-    ready.kernel(ready.grid, ready.block, packed, shared_mem=ready.shared_memory)
+@functools.lru_cache(maxsize=1024)  # the same for every length
+def _compiled(variant: _Variant, device: Device) -> tuple[Tile, Specialisation]:
+    return variant.tile(device), variant.specialisation(device)
+
+
+def prepare(plan: Plan) -> Callable[[Operands], None]:
+    launch = plan.tiling.launch
+    assert launch is not None
+    kernel = module.load(launch.module, plan.device).function(launch.module.name)
+    queue = launcher(kernel, launch.blocks, launch.threads, launch.shared_memory)
+    row_blocks = -(-plan.spec.q_len // plan.tiling.q_rows)
+    lasting = _lasting_arguments(plan.spec, row_blocks).tobytes()[8 * len(_POINTERS) :]
+
+    def run(operands: Operands) -> None:
+        lse, q_lens, kv_lens = operands.lse, operands.q_lens, operands.kv_lens
+        if q_lens is not None:
+            q_lens = _on_device(q_lens)
+        if kv_lens is not None:
+            kv_lens = _on_device(kv_lens)
+        struct = _PARTS.pack(
+            operands.q.data.ptr,
+            operands.k.data.ptr,
+            operands.v.data.ptr,
+            operands.out.data.ptr,
+            0 if lse is None else lse.data.ptr,
+            0 if q_lens is None else q_lens.data.ptr,
+            0 if kv_lens is None else kv_lens.data.ptr,
+            lasting,
+        )
+        queue(struct)
+
+    return run
 
 
 def specialisations(
@@ -198,18 +218,26 @@ class _Variant:
         )
 
     def tile(self, device: Device) -> Tile:
-        """The row of the tile table."""
+        """The row of the tile table, with fewer keys where shared memory is small: as many as let
+        two blocks share a multiprocessor, or else as many as one block can hold.
+        """
         dim = max(self.head_dim, self.head_dim_v)
         if self.softcap or not self.aligned:
-            return _CAREFUL[dim]
-        special: dict[int, Tile] = {}
-        if device.compute_capability == (9, 0):
-            special = _HOPPER
-        elif (device.compute_capability or (0, 0)) < (9, 0):
-            special = _OVERLAPPED
-        if device.shared_memory_per_block < _ROOMY:
-            special = {**special, **_SMALL_SHARED}
-        return special.get(dim, _TILES[dim])
+            tile = _CAREFUL[dim]
+        else:
+            two_sided = _TWO_SIDED.get(dim)
+            if two_sided and self.head_dim_v % 128 == 0 and self._fits(two_sided, _BLOCKS, device):
+                return two_sided
+            blackwell = (device.compute_capability or (0, 0)) >= (10, 0)
+            tile = (_BLACKWELL if blackwell else _TILES).get(dim, _TILES[dim])
+        fewer = [replace(tile, keys=n) for n in range(tile.keys, _LEAST_KEYS - 1, -16)]
+        fitting = (tile for n in (_BLOCKS, 1) for tile in fewer if self._fits(tile, n, device))
+        return next(fitting, fewer[-1])
+
+    def _fits(self, tile: Tile, blocks: int, device: Device) -> bool:
+        bytes_each = tile.shared_memory(self.head_dim, self.head_dim_v) + _RESERVED
+        # What the system takes of one block is not counted in the device's most for a block.
+        return blocks * bytes_each <= device.shared_memory_per_block + 1024
 
     def specialisation(self, device: Device) -> Specialisation:
         """The module of this variant with its tile."""
@@ -229,10 +257,9 @@ class _Variant:
             ("q_rows", tile.q_rows),
             ("keys", tile.keys),
             ("warps", tile.warps),
-            ("blocks", tile.blocks),
-            ("stages", tile.stages),
+            ("blocks", _BLOCKS),
+            ("sides", tile.sides),
             ("unroll", tile.unroll),
-            ("overlap", tile.overlap),
             ("bounded", self.bounded),
             ("softcap", self.softcap),
             ("aligned", self.aligned),
@@ -240,37 +267,9 @@ class _Variant:
         return Specialisation("sm80/forward.cu", name, config)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A loaded kernel and what all calls of one problem share."""
-
-    kernel: Any
-    grid: tuple[int]
-    block: tuple[int]
-    shared_memory: int
-    arguments: np.ndarray[Any, Any]
-
-
-@functools.lru_cache(maxsize=1024)
-def _prepare(spec: AttentionSpec, device: Device) -> _Ready:
-    tiling = plan(spec, device)
-    launch = tiling.launch
-    assert launch is not None
-    kernel = module.load(launch.module, device).function(launch.module.name)
-    kernel.max_dynamic_shared_size_bytes = launch.shared_memory
-    row_blocks = -(-spec.q_len // tiling.q_rows)
-    return _Ready(
-        kernel,
-        (launch.blocks,),
-        (launch.threads,),
-        launch.shared_memory,
-        _lasting_arguments(spec, row_blocks),
-    )
-
-
 def _lasting_arguments(spec: AttentionSpec, row_blocks: int) -> np.ndarray[Any, Any]:
     """`struct Arguments` without its pointers."""
-    arguments = np.zeros((), _ARGUMENTS)
+    arguments: dict[str, float] = dict.fromkeys(_ARGUMENTS.names or (), 0)
     for name in _TENSORS:
         strides = getattr(spec, name).strides
         for axis, step in zip(("entry", "head", "row"), strides, strict=False):
@@ -289,7 +288,7 @@ def _lasting_arguments(spec: AttentionSpec, row_blocks: int) -> np.ndarray[Any, 
         arguments["prepare"], arguments["premultiply"] = 1, spec.scale * _LOG2_E
         arguments["factor"] = 1.0
     arguments["out_aligned"] = _rows_aligned(spec.out.strides, spec.out.aligned)
-    return arguments
+    return np.array(tuple(arguments.values()), _ARGUMENTS)
 
 
 def _bucket(dim: int) -> int:
@@ -311,8 +310,6 @@ def _rows_aligned(strides: tuple[int, ...], aligned: bool) -> bool:
 
 def _on_device(lens: Any) -> Any:
     """Lengths as int64 on the device; those of the host are copied, without waiting."""
-    if lens is None:
-        return None
     import cupy
 
     return cupy.asarray(lens, dtype=np.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,11 @@ def plan(spec: AttentionSpec, device: Device) -> Tiling:
     return Tiling(rows, spec.kv_len, matrices * group, matrices * rows * row_bytes, note)
 
 
-def run(plan: Plan, operands: Operands) -> None:
+def prepare(plan: Plan) -> Callable[[Operands], None]:
+    return functools.partial(_run, plan)
+
+
+def _run(plan: Plan, operands: Operands) -> None:
     call = _Call(plan, operands)
     spec = plan.spec
     matrices = plan.tiling.heads // max(spec.group, 1)
@@ -106,7 +110,7 @@ class _Call:
     def __init__(self, plan: Plan, operands: Operands) -> None:
         import cupy
 
-        self.cupy, self.spec, self.operands = cupy, plan.spec, operands
+        self.cupy, self.spec, self.operands = cupy, plan.spec, operands.views(plan.spec)
         self.dtype = _operand_dtype(plan.spec.dtype, plan.device)
         bias = plan.spec.bias
         self.softmax_rows, self.store_rows = _kernels(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -103,6 +104,15 @@ def activate(device: Device) -> AbstractContextManager[object]:
     from cupy.cuda import Device as CudaDevice
 
     return cast("AbstractContextManager[object]", CudaDevice(device.index))
+
+
+def current_index(device: Device) -> Callable[[], int]:
+    """A function that tells which device of a device's kind is current."""
+    if device.kind == "cpu":
+        return lambda: device.index
+    from cupy.cuda import runtime
+
+    return cast("Callable[[], int]", runtime.getDevice)
 
 
 def named(text: str) -> Device:

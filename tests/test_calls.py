@@ -1,0 +1,711 @@
+"""Calls of one kind are checked and planned once; a call of another kind never passes for one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from comparison import Array
+
+import cuflash
+from cuflash import calls, families, operands
+from cuflash.arrays import describe, fingerprint
+from cuflash.families import sm80
+from cuflash.runtime import device as devices
+from cuflash.spec import OPTION_NAMES
+
+Q, K, V, OUT = (2, 4, 6, 8), (2, 2, 7, 8), (2, 2, 7, 5), (2, 4, 6, 5)
+SCORES = (2, 4, 6, 7)
+Patch = pytest.MonkeyPatch
+
+
+def values(shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+    """The same numbers each time."""
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(dtype)
+
+
+def arrays(dtype: Any = np.float32) -> dict[str, Array]:
+    return {"q": values(Q, dtype), "k": values(K, dtype), "v": values(V, dtype)}
+
+
+def attention(**changes: Any) -> Any:
+    return cuflash.attention(**(arrays() | changes))
+
+
+def fresh(**changes: Any) -> Any:
+    """The result where no call was before."""
+    calls.forget()
+    return attention(**changes)
+
+
+def copied(result: Any) -> Any:
+    return tuple(map(np.copy, result)) if isinstance(result, tuple) else result.copy()
+
+
+def same(a: Any, b: Any) -> bool:
+    pairs = zip(a, b, strict=True) if isinstance(a, tuple) else [(a, b)]
+    return all(x.shape == y.shape and np.array_equal(x, y) for x, y in pairs)
+
+
+@pytest.fixture
+def checked(monkeypatch: Patch) -> list[Any]:
+    """The options of each call that was checked whole."""
+    seen: list[Any] = []
+    build_spec = operands.build_spec
+
+    def counted(q: Any, k: Any, v: Any, options: Any) -> Any:
+        seen.append(options)
+        return build_spec(q, k, v, options)
+
+    monkeypatch.setattr(operands, "build_spec", counted)
+    return seen
+
+
+# --- a call that comes again ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "return_lse": True},
+        {"window": (3, 0), "scale": 0.5, "softcap": 2.0, "causal_align": "top_left"},
+        {"mask": values(SCORES) > 0, "bias": values((6, 7))},
+        {"q_lens": [6, 2], "kv_lens": np.array([7, 3], np.int32)},
+        {"out": np.empty(OUT, np.float32), "kernel": "reference"},
+        {"scale": np.float64(0.5), "causal": np.True_, "window": (np.int64(2), None)},
+    ],
+    ids=lambda options: ",".join(options) or "plain",
+)
+def test_a_repeated_call_is_checked_once(options: dict[str, Any], checked: list[Any]) -> None:
+    expected = copied(attention(**options))
+    for _ in range(3):
+        assert same(attention(**options), expected)
+    assert len(checked) == 1
+
+
+def test_a_repeated_call_takes_the_new_values(checked: list[Any]) -> None:
+    lens = np.array([7, 3])
+    mask, bias = values(SCORES) > 0, values(SCORES)
+    attention(kv_lens=lens, mask=mask, bias=bias)
+    lens[:] = 2, 7
+    changed: dict[str, Any] = {name: array * 2 for name, array in arrays().items()}
+    changed |= {"mask": ~mask, "bias": -bias, "kv_lens": lens}
+    result = attention(**changed)
+    assert len(checked) == 1
+    assert same(result, fresh(**changed))
+
+
+def test_each_call_gets_memory_of_its_own() -> None:
+    (a, a_lse), (b, b_lse) = (attention(return_lse=True) for _ in range(2))
+    assert not np.shares_memory(a, b)
+    assert not np.shares_memory(a_lse, b_lse)
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_results_of_every_rank_come_again(rank: int, layout: str, checked: list[Any]) -> None:
+    q, k, v = (values((2, 4, 5, 8)[4 - rank :]) for _ in range(3))
+    first, again = (
+        cuflash.attention(q, k, v, causal=True, layout=layout, return_lse=True) for _ in range(2)
+    )
+    assert len(checked) == 1
+    assert same(again, first)
+    out, lse = first
+    assert out.shape == q.shape
+    rows = out.swapaxes(-3, -2) if layout == "bshd" and rank > 2 else out
+    assert lse.shape == rows.shape[:-1]
+
+
+def test_a_call_without_output_prepares_no_family(monkeypatch: Patch) -> None:
+    def prepare(*_: Any) -> None:
+        pytest.fail("a family was prepared")
+
+    monkeypatch.setattr(families.load("reference"), "prepare", prepare)
+    q = np.ones((0, 4, 6, 8), np.float32)
+    k = np.ones((0, 2, 7, 8), np.float32)
+    for _ in range(2):
+        out, lse = cuflash.attention(q, k, k, return_lse=True)
+        assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+
+
+# --- calls of another kind ------------------------------------------------------------------------
+
+
+def unaligned(array: Array) -> Array:
+    """The same values, two elements past a 16-byte boundary."""
+    size = array.dtype.itemsize
+    memory = np.zeros(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 16 + 2 * size
+    view: Array = memory[start:][: array.nbytes].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def aligned(array: Array) -> Array:
+    memory = np.zeros(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 16
+    view: Array = memory[start:][: array.nbytes].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def spread(array: Array) -> Array:
+    """The same values with other strides."""
+    return np.repeat(array, 2, axis=-1)[..., ::2]
+
+
+WHOLE, BIAS = values(SCORES) > 0, values(SCORES)
+# Two calls that differ in one argument alone, both of them right.
+ARRAY_CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "q shape": ({}, {"q": values((2, 4, 5, 8))}),
+    "q heads": ({}, {"q": values((2, 2, 6, 8))}),
+    "k, v length": ({}, {"k": values((2, 2, 9, 8)), "v": values((2, 2, 9, 5))}),
+    "v dim": ({}, {"v": values((2, 2, 7, 6))}),
+    "rank": ({}, {name: array[0] for name, array in arrays().items()}),
+    "dtype": ({}, arrays(np.float16)),
+    "dtype of the same size": (arrays(np.float16), arrays(ml_dtypes.bfloat16)),
+    **{f"{name} strides": ({}, {name: spread(array)}) for name, array in arrays().items()},
+    **{
+        f"{name} alignment": ({name: aligned(array)}, {name: unaligned(array)})
+        for name, array in arrays().items()
+    },
+}
+OPTION_CHANGES: list[tuple[str, Any, Any]] = [
+    ("scale", None, 0.5),
+    ("scale", 0.5, 0.25),
+    ("scale", 1, 1.0),
+    ("scale", 1.0, np.float32(1)),
+    ("causal", False, True),
+    ("causal", True, np.True_),
+    ("causal_align", "bottom_right", "top_left"),
+    ("window", None, (1, 1)),
+    ("window", (2, 1), (1, 2)),
+    ("window", (1, None), (None, 1)),
+    ("window", (1, 1), (np.int8(1), 1)),
+    ("softcap", None, 2.0),
+    ("softcap", 2.0, 3.0),
+    ("softcap", 2, 2.0),
+    ("mask", None, WHOLE),
+    ("mask", WHOLE, WHOLE[:1]),
+    ("mask", WHOLE[:1, :1], WHOLE[0, 0, :, :1]),
+    ("mask", WHOLE[:1, :1, :, :1], WHOLE[:1, :1, :1]),
+    ("mask", WHOLE, np.broadcast_to(WHOLE[:, :, :1], SCORES)),
+    ("mask", np.ascontiguousarray(WHOLE[0, 0]), WHOLE[0, 0].copy(order="F")),
+    ("bias", None, BIAS),
+    ("bias", BIAS, BIAS[:, :1]),
+    ("bias", BIAS, np.broadcast_to(BIAS[..., :1], SCORES)),
+    ("q_lens", None, [6, 2]),
+    ("q_lens", [6, 2], np.array([6, 2], np.uint8)),
+    ("kv_lens", None, [7, 3]),
+    ("kv_lens", np.array([7, 3], np.int32), np.array([7, 3], np.int16)),
+    ("dropout_p", 0.0, 0),
+    ("layout", "bhsd", "bshd"),
+    ("return_lse", False, True),
+    ("out", None, np.empty(OUT, np.float32)),
+    ("out", np.empty(OUT, np.float32), np.empty((2, 6, 4, 5), np.float32).swapaxes(1, 2)),
+    ("kernel", "auto", "reference"),
+    ("deterministic", False, True),
+]
+CHANGES = [
+    *(pytest.param(*pair, id=name) for name, pair in ARRAY_CHANGES.items()),
+    *(
+        pytest.param({name: one}, {name: other}, id=f"{name} {at}")
+        for at, (name, one, other) in enumerate(OPTION_CHANGES)
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), CHANGES)
+def test_another_kind_is_checked_anew(
+    one: dict[str, Any], other: dict[str, Any], checked: list[Any]
+) -> None:
+    if "layout" in other:  # heads and lengths trade places, so both must fit
+        square = {"q": values((2, 4, 4, 8)), "k": values((2, 4, 4, 8)), "v": values((2, 4, 4, 8))}
+        one, other = one | square, other | square
+    expected = [copied(fresh(**options)) for options in (one, other)]
+    calls.forget()
+    checked.clear()
+    for _ in range(2):
+        for options, result in zip((one, other), expected, strict=True):
+            assert same(attention(**options), result)
+    assert len(checked) == 2
+
+
+class Changing(Sequence[int]):
+    """A window that is hashed by its identity, whatever is in it."""
+
+    def __init__(self, *bounds: int) -> None:
+        self.bounds = list(bounds)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.bounds[at]
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+
+class Plain(int):
+    """A number that can't be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("window", [[0, 0], Changing(0, 0)], ids=["list", "hashed by identity"])
+def test_a_window_that_changes_is_read_each_time(window: Any) -> None:
+    narrow = attention(window=window)
+    bounds = window if isinstance(window, list) else window.bounds
+    bounds[0] = 6
+    wide = attention(window=window)
+    assert not same(narrow, wide)
+    assert same(narrow, fresh(window=(0, 0)))
+    assert same(wide, fresh(window=(6, 0)))
+
+
+def test_a_scale_that_changes_is_read_each_time() -> None:
+    scale = np.array(0.5)
+    first = attention(scale=scale)
+    scale[...] = 2.0
+    second = attention(scale=scale)
+    assert same(first, fresh(scale=0.5))
+    assert same(second, fresh(scale=2.0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": [1, 0]},
+        {"window": range(3, -1, -3)},
+        {"scale": np.array(0.5)},
+        {"scale": Plain(2)},
+    ],
+    ids=str,
+)
+def test_what_may_change_or_has_no_hash_is_not_kept(
+    options: dict[str, Any], checked: list[Any]
+) -> None:
+    assert same(attention(**options), attention(**options))
+    assert len(checked) == 2
+    assert not calls._calls
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    left: int
+    right: int
+
+
+class Alike:
+    """Equals a word, and is none."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def __eq__(self, other: object) -> bool:
+        return self.word == other
+
+    def __hash__(self) -> int:
+        return hash(self.word)
+
+    def __repr__(self) -> str:
+        return f"Alike({self.word!r})"
+
+
+WRONG: list[tuple[str, Any, Any, type[Exception]]] = [
+    # The second equals the first, but for its type.
+    ("causal", True, 1, TypeError),
+    ("causal", False, 0, TypeError),
+    ("causal", True, 1.0, TypeError),
+    ("return_lse", True, 1, TypeError),
+    ("return_lse", False, 0, TypeError),
+    ("deterministic", False, 0, TypeError),
+    ("scale", 1, True, TypeError),
+    ("scale", 1.0, True, TypeError),
+    ("scale", 0.0, False, TypeError),
+    ("scale", 1.0, 1 + 0j, TypeError),
+    ("softcap", 1.0, True, TypeError),
+    ("dropout_p", 0.0, False, TypeError),
+    ("dropout_p", 0, False, TypeError),
+    ("window", (1, 1), (1, True), TypeError),
+    ("window", (1, 0), (1, False), TypeError),
+    ("window", (1, 1), (1.0, 1), TypeError),
+    ("window", (1, 1), Pair(1, True), TypeError),
+    *(
+        (name, word, Alike(word), ValueError)
+        for name, word in (("layout", "bhsd"), ("kernel", "auto"), ("causal_align", "top_left"))
+    ),
+    # And others.
+    ("causal", True, None, TypeError),
+    ("causal_align", "top_left", "top-left", ValueError),
+    ("window", (1, 1), (1, -1), ValueError),
+    ("window", (1, 1), (1, 1, 1), ValueError),
+    ("softcap", None, 0.0, ValueError),
+    ("mask", WHOLE, WHOLE[..., :3], ValueError),
+    ("mask", WHOLE, WHOLE.astype(np.uint8), TypeError),
+    ("bias", BIAS, BIAS.astype(np.float64), TypeError),
+    ("bias", BIAS, BIAS.astype(BIAS.dtype.newbyteorder("S")), TypeError),
+    ("alibi_slopes", None, values((4,)), NotImplementedError),
+    ("alibi_slopes", None, 0, NotImplementedError),
+    ("sinks", None, values((4,)), NotImplementedError),
+    ("block_mask", None, values((1, 1)), NotImplementedError),
+    ("seed", None, 0, NotImplementedError),
+    ("dropout_p", 0.0, 0.5, NotImplementedError),
+    ("q_lens", [6, 2], [6, 7], ValueError),
+    ("q_lens", [6, 2], [-1, 2], ValueError),
+    ("q_lens", [6, 2], [6.0, 2.0], TypeError),
+    ("q_lens", [6, 2], [6], ValueError),
+    ("kv_lens", [7, 3], [7, 8], ValueError),
+    ("kv_lens", np.array([7, 3], np.uint64), np.array([7, 2**64 - 1], np.uint64), ValueError),
+    ("kv_lens", np.array([1, 0]), np.array([True, False]), TypeError),
+    ("layout", "bhsd", "bhds", ValueError),
+    ("out", np.empty(OUT, np.float32), np.empty(Q, np.float32), ValueError),
+    ("out", np.empty(OUT, np.float32), np.empty(OUT, np.float16), TypeError),
+    ("kernel", "reference", "standard", NotImplementedError),
+    ("kernel", "auto", "sm90", NotImplementedError),
+    ("kernel", "auto", "refrence", ValueError),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "error"),
+    [pytest.param(*row, id=f"{row[0]} {at}") for at, row in enumerate(WRONG)],
+)
+def test_a_wrong_argument_stays_wrong_after_right_ones(
+    name: str, right: Any, wrong: Any, error: type[Exception], monkeypatch: Patch
+) -> None:
+    with pytest.raises(error) as alone:
+        fresh(**{name: wrong})
+    attention(**{name: right})
+    kept = dict(calls._calls)
+    assert len(kept) == 1
+    monkeypatch.setattr(calls.Call, "_compute", lambda *_: pytest.fail("the call was run"))
+    for _ in range(2):
+        with pytest.raises(error) as after:
+            attention(**{name: wrong})
+        assert str(after.value) == str(alone.value)
+    assert calls._calls == kept, "a wrong call was kept"
+
+
+def test_every_option_was_changed_above() -> None:
+    """An option that is not part of the key would go unnoticed otherwise."""
+    assert {name for name, *_ in (*OPTION_CHANGES, *WRONG)} == set(OPTION_NAMES)
+
+
+def test_out_is_looked_at_in_each_call() -> None:
+    memory = np.zeros(4096, np.float32)
+    good = memory[:240].reshape(OUT)
+    q, k, v = (
+        memory[at:][: array.size].reshape(array.shape)
+        for at, array in zip((512, 1024, 2048), arrays().values(), strict=True)
+    )
+    mask, bias = np.ones(SCORES, bool), memory[3072:][:336].reshape(SCORES)
+    options: dict[str, Any] = {"mask": mask, "bias": bias, "kv_lens": np.array([7, 3])}
+    result = cuflash.attention(q, k, v, **options, out=good)
+    assert result is good
+    (call,) = calls._calls.values()
+
+    read_only = good.copy()
+    read_only.flags.writeable = False
+    with pytest.raises(ValueError, match=r"^out: got a read-only array"):
+        cuflash.attention(q, k, v, **options, out=read_only)
+    for name, at in (("q", 512), ("k", 1024 + 220), ("v", 2048 - 200), ("bias", 3072)):
+        with pytest.raises(ValueError, match=f"^out: shares memory with {name};"):
+            cuflash.attention(q, k, v, **options, out=memory[at : at + 240].reshape(OUT))
+    beside = memory[272:512].reshape(OUT)
+    assert cuflash.attention(q, k, v, **options, out=beside) is beside
+    assert list(calls._calls.values()) == [call], "all of it was about one kind of call"
+
+
+def test_rows_between_those_of_an_input_are_free_in_each_call(checked: list[Any]) -> None:
+    memory = np.ones((2, 8, 4), np.float32)
+    q, out = memory[:, ::2], memory[:, 1::2]
+    for _ in range(2):
+        assert cuflash.attention(q, q, q, out=out) is out
+    with pytest.raises(ValueError, match="out: shares memory with q"):
+        cuflash.attention(q, q, q, out=q)
+    assert len(checked) == 1
+
+
+def test_a_first_call_with_a_bad_out_prepares_nothing(monkeypatch: Patch) -> None:
+    q = values(Q)
+    reference = families.load("reference")
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "prepare", lambda *_: pytest.fail("the family was prepared"))
+        with pytest.raises(ValueError, match="out: shares memory with q"):
+            cuflash.attention(q, q.copy(), q.copy(), out=q)
+    assert not calls._calls
+
+
+def test_what_failed_to_compile_is_tried_again(monkeypatch: Patch) -> None:
+    expected = fresh()
+    calls.forget()
+    with monkeypatch.context() as patch:
+
+        def prepare(plan: Any) -> None:
+            raise RuntimeError("it did not compile")
+
+        patch.setattr(families.load("reference"), "prepare", prepare)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="it did not compile"):
+                attention()
+    assert not calls._calls
+    assert same(attention(), expected)
+
+
+# --- the store ------------------------------------------------------------------------------------
+
+
+def test_the_store_is_bounded(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(calls, "_MOST", 3)
+    k, v = values((2, 2, 20, 8)), values((2, 2, 20, 5))
+    sizes = []
+    for n in (*range(1, 11), *range(1, 11)):
+        result = attention(k=k[:, :, :n], v=v[:, :, :n])
+        sizes.append(len(calls._calls))
+        mean = cuflash.oracle.attention(values(Q), k[:, :, :n], v[:, :, :n])[0]
+        np.testing.assert_allclose(result, mean, atol=1e-5)
+    assert max(sizes) == 3
+
+
+def test_threads(monkeypatch: Patch) -> None:
+    """They meet in few kinds and many, while the store is cleared again and again."""
+    monkeypatch.setattr(calls, "_MOST", 4)
+    k, v = values((2, 2, 20, 8)), values((2, 2, 20, 5))
+    works = [
+        {"k": k[:, :, :n], "v": v[:, :, :n], "causal": causal, "return_lse": True}
+        for n in (5, 11, 20)
+        for causal in (False, True)
+    ]
+    expected = [fresh(**work) for work in works]
+    calls.forget()
+
+    def many(seed: int) -> list[bool]:
+        order = np.random.default_rng(seed).integers(0, len(works), 150)
+        return [same(attention(**works[at]), expected[at]) for at in order]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(itertools.chain(*pool.map(many, range(8))))
+    assert len(found) == 8 * 150
+    assert all(found)
+    assert len(calls._calls) <= 4 + 8
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_starts_empty() -> None:
+    attention()
+    assert len(calls._calls) == 1
+    child = os.fork()
+    if child == 0:
+        os._exit(len(calls._calls))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert len(calls._calls) == 1
+
+
+# --- fingerprints ---------------------------------------------------------------------------------
+
+
+def views() -> list[Array]:
+    memory = np.zeros(512, np.uint8)
+    start = memory[-memory.ctypes.data % 16 :]
+    half, single = start[:256].view(np.float16), start[:256].view(np.float32)
+    return [
+        half[:24].reshape(4, 6),
+        half[:24].reshape(6, 4),
+        half[1:25].reshape(4, 6),
+        half[:24].reshape(4, 3, 2),
+        half[:48].reshape(4, 12)[:, ::2],
+        half[:48].reshape(8, 6)[::2],
+        np.broadcast_to(half[:6], (4, 6)),
+        half[23::-1].reshape(4, 6),
+        half[:24].view(np.int16).reshape(4, 6),
+        half[:24].view(ml_dtypes.bfloat16).reshape(4, 6),
+        single[:24].reshape(4, 6),
+        start[:24].view(bool).reshape(4, 6),
+        half[:0].reshape(0, 6),
+        half[8:32].reshape(4, 6),
+    ]
+
+
+def test_a_fingerprint_tells_apart_what_descriptions_do() -> None:
+    found = [(fingerprint(view), describe("q", view)) for view in views()]
+    for (print_a, a), (print_b, b) in itertools.combinations(found, 2):
+        assert a == b or print_a != print_b
+    assert found[0][0] == found[-1][0], "16 bytes further on"
+    assert len({hash(one) for one, _ in found}) > 1
+
+
+# --- GPUs that are not here -----------------------------------------------------------------------
+
+
+class Gpus:
+    """Two GPUs whose arrays are mere addresses, and whose kernels take notes."""
+
+    def __init__(self, cupy: Any) -> None:
+        self.cupy = cupy
+        self.current = 0
+        self.launches: list[tuple[int, int, Any]] = []  # the kernel's device, the current one
+        self.loads: list[int] = []
+        self.allocations = itertools.count(1 << 32, 1 << 20)
+
+    def array(
+        self, address: int, shape: tuple[int, ...], dtype: Any = np.float16, device: int = 0
+    ) -> Any:
+        memory = self.cupy.cuda.UnownedMemory(address, 1 << 20, self, device_id=device)
+        pointer = self.cupy.cuda.MemoryPointer(memory, 0)
+        return self.cupy.ndarray(shape, dtype, memptr=pointer)
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        return self.array(next(self.allocations), shape, dtype, self.current)
+
+    def upload(self, lens: Any) -> Any:
+        return self.empty(lens.shape, np.int64) if isinstance(lens, np.ndarray) else lens
+
+    @contextlib.contextmanager
+    def activate(self, device: Any) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+    def load(self, module: Any, device: Any) -> Any:
+        self.loads.append(device.index)
+        return SimpleNamespace(function=lambda name: device.index)
+
+    def launcher(self, kernel: int, *grid: int) -> Callable[[bytes], None]:
+        def launch(struct: bytes) -> None:
+            note = np.frombuffer(struct, sm80._ARGUMENTS)[0]
+            self.launches.append((kernel, self.current, note))
+
+        return launch
+
+
+@pytest.fixture
+def gpus(monkeypatch: Patch) -> Gpus:
+    cupy: Any = pytest.importorskip("cupy")
+    found = Gpus(cupy)
+    hopper = devices.named("9.0")
+    for place, name, stand_in in (
+        (devices, "cuda_device", lambda index: dataclasses.replace(hopper, index=index)),
+        (calls, "current_index", lambda device: lambda: found.current),
+        (calls, "activate", found.activate),
+        (cupy, "empty", found.empty),
+        (sm80.module, "load", found.load),
+        (sm80, "launcher", found.launcher),
+        (sm80, "_on_device", found.upload),
+    ):
+        monkeypatch.setattr(place, name, stand_in)
+    return found
+
+
+def on(gpus: Gpus, device: int, *, at: int = 1 << 24, dtype: Any = np.float16) -> list[Any]:
+    """Arrays q, k and v."""
+    return [gpus.array(at + i * (1 << 20), (2, 4, 33, 64), dtype, device) for i in range(3)]
+
+
+def test_calls_of_a_gpu_come_again(gpus: Gpus, checked: list[Any]) -> None:
+    for turn in range(3):
+        q, k, v = on(gpus, 0, at=(turn + 1) << 24)
+        out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+        assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+        assert (out.dtype, lse.dtype) == (np.float16, np.float32)
+        _, _, given = gpus.launches[-1]
+        assert [int(given[name]) for name in ("q", "k", "v", "out", "lse")] == [
+            array.data.ptr for array in (q, k, v, out, lse)
+        ]
+    assert len(checked) == len(gpus.loads) == 1
+    assert len(gpus.launches) == 3
+
+
+def test_two_gpus_do_not_mix(gpus: Gpus) -> None:
+    for device in (0, 1, 1, 0):
+        for current in (0, 1):
+            gpus.current = current
+            out = cuflash.attention(*on(gpus, device))
+            assert out.data.device_id == device
+            assert gpus.launches[-1][:2] == (device, device)
+            assert gpus.current == current
+    assert sorted(gpus.loads) == [0, 1]
+    q, k, v = on(gpus, 0)
+    _, k_elsewhere, v_elsewhere = on(gpus, 1)
+    for arguments in ((q, k_elsewhere, v), (q, k, v_elsewhere)):
+        with pytest.raises(ValueError, match="on cuda:1; expected q's device, cuda:0"):
+            cuflash.attention(*arguments)
+    assert len(gpus.launches) == 8
+
+
+def test_arrays_of_the_host_and_of_a_gpu_do_not_mix(gpus: Gpus) -> None:
+    host = [np.ones((2, 4, 33, 64), np.float16) for _ in range(3)]
+    for _ in range(2):
+        assert type(cuflash.attention(*on(gpus, 0))) is gpus.cupy.ndarray
+        assert type(cuflash.attention(*host)) is np.ndarray
+    assert len(gpus.launches) == 2
+    for mixed in ((on(gpus, 0)[0], *host[1:]), (host[0], *on(gpus, 0)[1:])):
+        with pytest.raises(ValueError, match="expected q's device"):
+            cuflash.attention(*mixed)
+
+
+def test_the_alignment_of_a_gpu_array_chooses_the_kernel(gpus: Gpus, checked: list[Any]) -> None:
+    for at in (1 << 24, (1 << 24) + 2, (1 << 24) + 16):
+        cuflash.attention(*on(gpus, 0, at=at))
+    assert len(checked) == len(gpus.loads) == 2, "the third lies on 16 bytes as the first does"
+
+
+def test_out_on_a_gpu_is_looked_at_in_each_call(gpus: Gpus, checked: list[Any]) -> None:
+    q, k, v = on(gpus, 0)
+    end = q.data.ptr + q.nbytes
+    good = gpus.array(1 << 30, q.shape)
+    lens = gpus.array(1 << 29, (2,), np.int64)
+    options: dict[str, Any] = {"kv_lens": lens}
+    assert cuflash.attention(q, k, v, out=good, **options) is good
+    for name, at in (("q", end - 16), ("k", k.data.ptr), ("v", v.data.ptr - 16)):
+        with pytest.raises(ValueError, match=f"^out: shares memory with {name};"):
+            cuflash.attention(q, k, v, out=gpus.array(at, q.shape), **options)
+    with pytest.raises(ValueError, match=r"^out: shares memory with kv_lens;"):
+        cuflash.attention(q, k, v, out=gpus.array((1 << 29) - 16, q.shape), **options)
+    assert len(gpus.launches) == 1
+    beside = gpus.array(end, q.shape)
+    assert cuflash.attention(q, k, v, out=beside, **options) is beside
+    assert int(gpus.launches[-1][2]["out"]) == end
+    assert int(gpus.launches[-1][2]["kv_lens"]) == 1 << 29
+    assert len(checked) == 1
+
+
+def test_lengths_of_the_host_are_checked_before_a_launch(gpus: Gpus) -> None:
+    q, k, v = on(gpus, 0)
+    cuflash.attention(q, k, v, kv_lens=[33, 2], q_lens=[1, 2], kernel="sm80")
+    before = next(gpus.allocations)
+    for lens in ({"kv_lens": [34, 2], "q_lens": [1, 2]}, {"kv_lens": [33, 2], "q_lens": [1, -2]}):
+        with pytest.raises(ValueError, match="expected 0 to 33"):
+            cuflash.attention(q, k, v, **lens, kernel="sm80")
+    assert next(gpus.allocations) == before + (1 << 20), "memory was taken first"
+    assert len(gpus.launches) == 1
+
+
+def test_lengths_of_the_host_do_not_lie_in_an_output_of_a_gpu(gpus: Gpus) -> None:
+    """The same address means another place there."""
+    q, k, v = on(gpus, 0)
+    lens = np.array([33, 2])
+    out = gpus.array(lens.ctypes.data // 16 * 16, q.shape)
+    for _ in range(2):
+        assert cuflash.attention(q, k, v, kv_lens=lens, out=out) is out
+
+
+def test_a_gpu_call_without_output_loads_nothing(gpus: Gpus) -> None:
+    q = gpus.array(1 << 24, (2, 4, 0, 64))
+    k = gpus.array(1 << 25, (2, 4, 33, 64))
+    for _ in range(2):
+        assert cuflash.attention(q, k, k).shape == q.shape
+    assert not gpus.loads
+    assert not gpus.launches
