@@ -6,14 +6,19 @@ import io
 import logging
 import pickle
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from compiling import ADD, ADD_HEADER, add_kernel, needs_compiler, write_sources
+from compiling import (
+    ADD,
+    ADD_HEADER,
+    add_kernel,
+    disassemble,
+    needs_compiler,
+    write_sources,
+)
 
 from cuflash.runtime import compiler, progress, ptxas
 from cuflash.runtime.compiler import CompileError
@@ -127,22 +132,9 @@ def test_a_cubin_is_whole_and_for_its_architecture(
     assert f"'cuflash_add' for '{arch}'" in compiled.log
     assert "Compile time" not in compiled.log
     assert compiled.seconds > 0
-    disassembler = _nvdisasm()
-    if disassembler is None:
-        pytest.skip("no nvdisasm")
-    (tmp_path / "add.cubin").write_bytes(compiled.cubin)
-    assembly = subprocess.run(
-        [disassembler, "-c", tmp_path / "add.cubin"], capture_output=True, text=True, check=False
-    )
-    assert assembly.returncode == 0, assembly.stderr
-    assert "FADD" in assembly.stdout
-    assert re.search(rf"\.target\s+{arch}\b", assembly.stdout)
-
-
-def _nvdisasm() -> str | None:
-    site = Path(sys.prefix) / "lib"
-    wheels = sorted(site.glob("python*/site-packages/nvidia/*/bin/nvdisasm"))
-    return str(wheels[0]) if wheels else shutil.which("nvdisasm")
+    assembly = disassemble(compiled.cubin, tmp_path)
+    assert "FADD" in assembly
+    assert re.search(rf"\.target\s+{arch}\b", assembly)
 
 
 @needs_compiler
