@@ -208,6 +208,16 @@ def may_overlap(a: Any, b: Any) -> bool:
     return True
 
 
+def lengths_on_device(lengths: Any) -> Any:
+    """Used lengths as kernels read them: int64 next to each other on the current device.
+
+    Those of the host are copied, without waiting.
+    """
+    import cupy
+
+    return cupy.ascontiguousarray(cupy.asarray(lengths, dtype=np.int64))
+
+
 def module_of(array: Any) -> Any:
     """The array module, `numpy` or `cupy`, that made a native array."""
     return np if isinstance(array, np.ndarray) else sys.modules["cupy"]

@@ -603,7 +603,7 @@ def gpus(monkeypatch: Patch) -> Gpus:
         (cupy, "empty", found.empty),
         (sm80.module, "load", found.load),
         (sm80, "launcher", found.launcher),
-        (sm80, "_on_device", found.upload),
+        (sm80, "lengths_on_device", found.upload),
     ):
         monkeypatch.setattr(place, name, stand_in)
     return found

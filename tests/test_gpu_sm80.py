@@ -69,7 +69,7 @@ def test_agrees_with_the_oracle_or_is_refused(problem: Problem, cupy: ModuleType
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 128, 256, 61])
-@pytest.mark.parametrize("place_of_lens", ["host", "device"])
+@pytest.mark.parametrize("place_of_lens", ["host", "device", "device, every other"])
 @pytest.mark.parametrize("way", ["full", "causal", "window"])
 def test_lengths_hide_what_lies_beyond(
     dtype: str, dim: int, place_of_lens: str, way: str, cupy: ModuleType
@@ -82,6 +82,8 @@ def test_lengths_hide_what_lies_beyond(
     lens: dict[str, Any] = {"q_lens": q_lens, "kv_lens": kv_lens}
     if place_of_lens == "device":
         lens = {name: cupy.asarray(value, np.int32) for name, value in lens.items()}
+    elif place_of_lens != "host":
+        lens = {name: cupy.asarray(value, np.int64).repeat(2)[::2] for name, value in lens.items()}
     out, lse = attend(cupy, call, **lens, kernel=FAMILY)
     assert_agrees(call, out, lse, q_lens=q_lens, kv_lens=kv_lens)
 

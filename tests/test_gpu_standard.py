@@ -90,6 +90,7 @@ LENS = {"q_lens": [70, 0, 33, 1], "kv_lens": [90, 41, 0, 90]}
         *((dtype, "full", "list") for dtype in FLOATS),
         *(("float16", options, "device int64") for options in ("full", "top-left", "window")),
         *(("bfloat16", "causal", kind) for kind in ("list", "int32", "int64", "uint8")),
+        *(("float16", "causal", kind) for kind in ("device stepped int64", "stepped int64")),
     ],
 )
 def test_lengths(dtype: str, options: str, kind: str, cupy: ModuleType) -> None:
@@ -104,6 +105,8 @@ def test_lengths(dtype: str, options: str, kind: str, cupy: ModuleType) -> None:
         name: values if kind == "list" else make(values, dtype=kind.split()[-1])
         for name, values in LENS.items()
     }
+    if "stepped" in kind:
+        given = {name: array.repeat(2)[::2] for name, array in given.items()}
     out, lse = attend(cupy, call, **given, kernel=FAMILY)
     assert_agrees(call, out, lse, **LENS)
 

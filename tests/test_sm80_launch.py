@@ -54,7 +54,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
     monkeypatch.setattr(sm80.module, "load", load)
     monkeypatch.setattr(sm80, "launcher", taken.launcher)
-    monkeypatch.setattr(sm80, "_on_device", lambda lens: lens)
+    monkeypatch.setattr(sm80, "lengths_on_device", lambda lens: lens)
     return taken
 
 
@@ -109,6 +109,8 @@ def test_pointers_that_are_not_given_are_null(names: tuple[str, ...], kernel: Ke
         ({"scale": 0.0}, 1, 0.0, 1.0),
         ({"scale": 0.5, "softcap": 4.0}, 1, 0.125, 4.0 * math.log2(math.e)),
         ({"scale": -0.5, "softcap": 4.0}, 1, -0.125, 4.0 * math.log2(math.e)),
+        ({"scale": 1e-40}, 1, 0.0, 1.0),
+        ({"scale": 0.5, "softcap": 1e-40}, 1, 3e38, 1.2e-38),
     ],
 )
 def test_scores_reach_log2_units(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import lengths_on_device
 from ..operands import Operands
 from ..plan import Launch, Plan, Tiling
 from ..runtime import module
@@ -27,6 +28,7 @@ _ELEMENT = {"float16": "Float16", "bfloat16": "Bfloat16"}
 _SHORT_NAME = {"float16": "f16", "bfloat16": "bf16"}
 _UNBOUNDED = 1 << 29  # far beyond any length, and sums of a few still fit 32 bits
 _LOG2_E = math.log2(math.e)
+_SMALLEST, _LARGEST = 1.2e-38, 3e38  # numbers that kernels keep, which flush smaller ones to 0
 
 # struct Arguments of cuda_src/sm80/forward.cu
 _POINTERS = ("q", "k", "v", "out", "lse", "q_lens", "kv_lens")
@@ -163,9 +165,9 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
     def run(operands: Operands) -> None:
         lse, q_lens, kv_lens = operands.lse, operands.q_lens, operands.kv_lens
         if q_lens is not None:
-            q_lens = _on_device(q_lens)
+            q_lens = lengths_on_device(q_lens)
         if kv_lens is not None:
-            kv_lens = _on_device(kv_lens)
+            kv_lens = lengths_on_device(kv_lens)
         struct = _PARTS.pack(
             operands.q.data.ptr,
             operands.k.data.ptr,
@@ -280,11 +282,13 @@ def _lasting_arguments(spec: AttentionSpec, row_blocks: int) -> np.ndarray[Any, 
     arguments["left"] = _UNBOUNDED if spec.left is None else spec.left
     arguments["right"] = _UNBOUNDED if spec.right is None else spec.right
     if spec.softcap is not None:
-        arguments["prepare"], arguments["premultiply"] = 1, spec.scale / spec.softcap
-        arguments["factor"] = spec.softcap * _LOG2_E
-    elif spec.scale > 0:
+        # Bounds of float32: an infinite or a vanishing factor times a score could be NaN.
+        premultiply = min(max(spec.scale / spec.softcap, -_LARGEST), _LARGEST)
+        arguments["prepare"], arguments["premultiply"] = 1, premultiply
+        arguments["factor"] = max(spec.softcap * _LOG2_E, _SMALLEST)
+    elif spec.scale * _LOG2_E >= _SMALLEST:
         arguments["factor"] = spec.scale * _LOG2_E
-    else:  # the largest raw score is not the largest scaled one
+    else:  # the largest raw score is not the largest scaled one, or its factor vanishes
         arguments["prepare"], arguments["premultiply"] = 1, spec.scale * _LOG2_E
         arguments["factor"] = 1.0
     arguments["out_aligned"] = _rows_aligned(spec.out.strides, spec.out.aligned)
@@ -306,10 +310,3 @@ def _is_aligned(spec: AttentionSpec) -> bool:
 
 def _rows_aligned(strides: tuple[int, ...], aligned: bool) -> bool:
     return aligned and all(step % 8 == 0 for step in strides[:3])
-
-
-def _on_device(lens: Any) -> Any:
-    """Lengths as int64 on the device; those of the host are copied, without waiting."""
-    import cupy
-
-    return cupy.asarray(lens, dtype=np.int64)

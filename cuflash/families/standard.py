@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import lengths_on_device
 from ..operands import Operands
 from ..plan import Plan, Tiling
 from ..runtime import cublas, module
@@ -120,7 +121,7 @@ class _Call:
             plan.spec.dtype,
         )
         self.q_lens, self.kv_lens = (
-            None if lens is None else cupy.asarray(lens, dtype=np.int64)
+            None if lens is None else lengths_on_device(lens)
             for lens in (operands.q_lens, operands.kv_lens)
         )
         self.workspace = cupy.empty(plan.tiling.workspace, np.uint8)
