@@ -15,7 +15,7 @@ import pytest
 from compiling import ADD, ADD_HEADER, FakeCompiler, write_sources
 
 import cuflash
-from cuflash import calls
+from cuflash import calls, operands
 from cuflash.runtime import cache, device, source
 
 
@@ -119,3 +119,17 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
     """A fake compiler, and the sources of `ADD`."""
     write_sources(tmp_path / "sources", monkeypatch, add_cu=ADD, add_cuh=ADD_HEADER)
     return FakeCompiler(monkeypatch)
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The options of each call that was checked whole."""
+    seen: list[Any] = []
+    build_spec = operands.build_spec
+
+    def counted(q: Any, k: Any, v: Any, options: Any) -> Any:
+        seen.append(options)
+        return build_spec(q, k, v, options)
+
+    monkeypatch.setattr(operands, "build_spec", counted)
+    return seen

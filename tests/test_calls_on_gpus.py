@@ -1,0 +1,181 @@
+"""Calls on GPUs that are not here: CuPy arrays over addresses, and a launcher that takes notes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import calls
+from cuflash.families import sm80
+from cuflash.runtime import device as devices
+
+Patch = pytest.MonkeyPatch
+
+
+class Gpus:
+    """Two GPUs whose arrays are mere addresses, and whose kernels take notes."""
+
+    def __init__(self, cupy: Any) -> None:
+        self.cupy = cupy
+        self.current = 0
+        self.launches: list[tuple[int, int, Any]] = []  # the kernel's device, the current one
+        self.loads: list[int] = []
+        self.allocations = itertools.count(1 << 32, 1 << 20)
+
+    def array(
+        self, address: int, shape: tuple[int, ...], dtype: Any = np.float16, device: int = 0
+    ) -> Any:
+        memory = self.cupy.cuda.UnownedMemory(address, 1 << 20, self, device_id=device)
+        pointer = self.cupy.cuda.MemoryPointer(memory, 0)
+        return self.cupy.ndarray(shape, dtype, memptr=pointer)
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        return self.array(next(self.allocations), shape, dtype, self.current)
+
+    def upload(self, lens: Any) -> Any:
+        return self.empty(lens.shape, np.int64) if isinstance(lens, np.ndarray) else lens
+
+    @contextlib.contextmanager
+    def activate(self, device: Any) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+    def load(self, module: Any, device: Any) -> Any:
+        self.loads.append(device.index)
+        return SimpleNamespace(function=lambda name: device.index)
+
+    def launcher(self, kernel: int, *grid: int) -> Callable[[bytes], None]:
+        def launch(struct: bytes) -> None:
+            note = np.frombuffer(struct, sm80._ARGUMENTS)[0]
+            self.launches.append((kernel, self.current, note))
+
+        return launch
+
+
+@pytest.fixture
+def gpus(monkeypatch: Patch) -> Gpus:
+    cupy: Any = pytest.importorskip("cupy")
+    found = Gpus(cupy)
+    hopper = devices.named("9.0")
+    for place, name, stand_in in (
+        (devices, "cuda_device", lambda index: dataclasses.replace(hopper, index=index)),
+        (calls, "current_index", lambda device: lambda: found.current),
+        (calls, "activate", found.activate),
+        (cupy, "empty", found.empty),
+        (sm80.module, "load", found.load),
+        (sm80, "launcher", found.launcher),
+        (sm80, "lengths_on_device", found.upload),
+    ):
+        monkeypatch.setattr(place, name, stand_in)
+    return found
+
+
+def on(gpus: Gpus, device: int, *, at: int = 1 << 24, dtype: Any = np.float16) -> list[Any]:
+    """Arrays q, k and v."""
+    return [gpus.array(at + i * (1 << 20), (2, 4, 33, 64), dtype, device) for i in range(3)]
+
+
+def test_calls_of_a_gpu_come_again(gpus: Gpus, checked: list[Any]) -> None:
+    for turn in range(3):
+        q, k, v = on(gpus, 0, at=(turn + 1) << 24)
+        out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+        assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+        assert (out.dtype, lse.dtype) == (np.float16, np.float32)
+        _, _, given = gpus.launches[-1]
+        assert [int(given[name]) for name in ("q", "k", "v", "out", "lse")] == [
+            array.data.ptr for array in (q, k, v, out, lse)
+        ]
+    assert len(checked) == len(gpus.loads) == 1
+    assert len(gpus.launches) == 3
+
+
+def test_two_gpus_do_not_mix(gpus: Gpus) -> None:
+    for device in (0, 1, 1, 0):
+        for current in (0, 1):
+            gpus.current = current
+            out = cuflash.attention(*on(gpus, device))
+            assert out.data.device_id == device
+            assert gpus.launches[-1][:2] == (device, device)
+            assert gpus.current == current
+    assert sorted(gpus.loads) == [0, 1]
+    q, k, v = on(gpus, 0)
+    _, k_elsewhere, v_elsewhere = on(gpus, 1)
+    for arguments in ((q, k_elsewhere, v), (q, k, v_elsewhere)):
+        with pytest.raises(ValueError, match="on cuda:1; expected q's device, cuda:0"):
+            cuflash.attention(*arguments)
+    assert len(gpus.launches) == 8
+
+
+def test_arrays_of_the_host_and_of_a_gpu_do_not_mix(gpus: Gpus) -> None:
+    host = [np.ones((2, 4, 33, 64), np.float16) for _ in range(3)]
+    for _ in range(2):
+        assert type(cuflash.attention(*on(gpus, 0))) is gpus.cupy.ndarray
+        assert type(cuflash.attention(*host)) is np.ndarray
+    assert len(gpus.launches) == 2
+    for mixed in ((on(gpus, 0)[0], *host[1:]), (host[0], *on(gpus, 0)[1:])):
+        with pytest.raises(ValueError, match="expected q's device"):
+            cuflash.attention(*mixed)
+
+
+def test_the_alignment_of_a_gpu_array_chooses_the_kernel(gpus: Gpus, checked: list[Any]) -> None:
+    for at in (1 << 24, (1 << 24) + 2, (1 << 24) + 16):
+        cuflash.attention(*on(gpus, 0, at=at))
+    assert len(checked) == len(gpus.loads) == 2, "the third lies on 16 bytes as the first does"
+
+
+def test_out_on_a_gpu_is_looked_at_in_each_call(gpus: Gpus, checked: list[Any]) -> None:
+    q, k, v = on(gpus, 0)
+    end = q.data.ptr + q.nbytes
+    good = gpus.array(1 << 30, q.shape)
+    lens = gpus.array(1 << 29, (2,), np.int64)
+    options: dict[str, Any] = {"kv_lens": lens}
+    assert cuflash.attention(q, k, v, out=good, **options) is good
+    for name, at in (("q", end - 16), ("k", k.data.ptr), ("v", v.data.ptr - 16)):
+        with pytest.raises(ValueError, match=f"^out: shares memory with {name};"):
+            cuflash.attention(q, k, v, out=gpus.array(at, q.shape), **options)
+    with pytest.raises(ValueError, match=r"^out: shares memory with kv_lens;"):
+        cuflash.attention(q, k, v, out=gpus.array((1 << 29) - 16, q.shape), **options)
+    assert len(gpus.launches) == 1
+    beside = gpus.array(end, q.shape)
+    assert cuflash.attention(q, k, v, out=beside, **options) is beside
+    assert int(gpus.launches[-1][2]["out"]) == end
+    assert int(gpus.launches[-1][2]["kv_lens"]) == 1 << 29
+    assert len(checked) == 1
+
+
+def test_lengths_of_the_host_are_checked_before_a_launch(gpus: Gpus) -> None:
+    q, k, v = on(gpus, 0)
+    cuflash.attention(q, k, v, kv_lens=[33, 2], q_lens=[1, 2], kernel="sm80")
+    before = next(gpus.allocations)
+    for lens in ({"kv_lens": [34, 2], "q_lens": [1, 2]}, {"kv_lens": [33, 2], "q_lens": [1, -2]}):
+        with pytest.raises(ValueError, match="expected 0 to 33"):
+            cuflash.attention(q, k, v, **lens, kernel="sm80")
+    assert next(gpus.allocations) == before + (1 << 20), "memory was taken first"
+    assert len(gpus.launches) == 1
+
+
+def test_lengths_of_the_host_do_not_lie_in_an_output_of_a_gpu(gpus: Gpus) -> None:
+    """The same address means another place there."""
+    q, k, v = on(gpus, 0)
+    lens = np.array([33, 2])
+    out = gpus.array(lens.ctypes.data // 16 * 16, q.shape)
+    for _ in range(2):
+        assert cuflash.attention(q, k, v, kv_lens=lens, out=out) is out
+
+
+def test_a_gpu_call_without_output_loads_nothing(gpus: Gpus) -> None:
+    q = gpus.array(1 << 24, (2, 4, 0, 64))
+    k = gpus.array(1 << 25, (2, 4, 33, 64))
+    for _ in range(2):
+        assert cuflash.attention(q, k, k).shape == q.shape
+    assert not gpus.loads
+    assert not gpus.launches
