@@ -21,8 +21,33 @@ __device__ __forceinline__ void copy_async(u32 shared, const void* global, int b
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
-// cp.async.wait_all: until every copy of this thread has come.
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// mbarrier: a barrier in shared memory, whose phases each take `arrivals`. Who arrives need not wait. Phases alternate in
+// parity, the first one's being 0; a wait for the parity of the phase before it returns at once.
+__device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
+}
+
+// cp.async.mbarrier.arrive: as soon as every copy has come that this thread has begun.
+__device__ __forceinline__ void barrier_arrive_with_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+#if __CUDA_ARCH__ >= 900
+#define CUFLASH_WAIT "try_wait"  // sleeps
+#else
+#define CUFLASH_WAIT "test_wait"
+#endif
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier." CUFLASH_WAIT
+                 ".parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+#undef CUFLASH_WAIT
+}
 
 // st.shared.v4.b32
 __device__ __forceinline__ void store_unit(u32 shared, const u32 (&from)[4]) {
@@ -46,18 +71,6 @@ __device__ __forceinline__ void store_pair(u32 shared, u32 from) {
 
 // bar.sync: two warps that name the same barrier (1 to 15) meet.
 __device__ __forceinline__ void pair_sync(int barrier) { asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory"); }
-
-// bar.red.or: whether a thread of either warp says so.
-__device__ __forceinline__ bool pair_any(int barrier, bool mine) {
-    int any;
-    asm volatile(
-        "{\n.reg .pred mine, any;\nsetp.ne.s32 mine, %2, 0;\nbar.red.or.pred any, %1, 64, mine;\n"
-        "selp.s32 %0, 1, 0, any;\n}"
-        : "=r"(any)
-        : "r"(barrier), "r"(int(mine))
-        : "memory");
-    return any != 0;
-}
 
 // ldmatrix.x4: four 8x8 matrices of 16-bit elements, lane i giving the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 shared) {

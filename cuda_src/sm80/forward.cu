@@ -6,16 +6,15 @@
 // hand each other their weights.
 //
 // Key tiles run from the last to the first: tiles that a mask or the end of the keys cuts come first or last, and only
-// those are masked. Loads are asynchronous: V comes during Q Kᵀ, the next K during P V. While a block waits for a softmax,
-// another block of the same multiprocessor multiplies.
+// those are masked. Loads are asynchronous: V comes during Q Kᵀ, the next K during P V. Their barriers let a warp run ahead
+// of the others by up to a product. While a block waits for a softmax, another warp of the same multiprocessor multiplies.
 //
 // Budget a thread, in registers:  S = ROW_TILES * KEYS / 2,  O = ROW_TILES * COLUMNS / 2,  about 45 beside; 255 at most.
 // Shared memory, in bytes:        2 * (M * max(D, DV) + BN * (D + DV)), D and DV rounded up to 64 columns, and for two
 //                                 sides 2 * M * BN of weights.
 //
-// Scores live in units of log2: weight = 2^(s * factor - top), where top is a multiple of factor within 8 of the row's
-// largest. Any reference serves, since numerator and denominator share it; a stale one saves the rescaling of O, and
-// keeps weights at or below 2^8, which 16 bits and float32 sums hold.
+// Scores live in units of log2: weight = 2^(s * factor - top), where top is a row's largest so far. A stale reference would
+// save most of the rescaling, at an error 3 % larger: weights just below a power of two, as the largest now are, round best.
 
 #include "common/ptx_ampere.cuh"
 
@@ -37,7 +36,6 @@ struct Config {
     static constexpr int SIDES = CONFIG_SIDES;
     static constexpr int ROW_TILES = M * SIDES / (16 * WARPS);
     static constexpr int KEYS = BN / SIDES, COLUMNS = DV / SIDES;  // of a warp
-    static constexpr float STALE = 8.f;
 };
 static_assert(Config::M * Config::SIDES == 16 * Config::WARPS * Config::ROW_TILES, "whole tiles of 16 rows of a warp");
 static_assert(Config::D % 32 == 0 && Config::DV % 32 == 0 && Config::KEYS % 16 == 0, "whole panels and products");
@@ -58,9 +56,10 @@ struct Arguments {
     int top_left;
     float factor;      // of a score, to log2 units
     float premultiply; // of a raw score before that, where prepare says so: a scale that is not positive, or scale / cap
+    float unseen;      // largest score of a row that has seen no key: finite, so that hidden scores weigh 0
     int prepare, out_aligned;
 };
-static_assert(sizeof(Arguments) == 208, "the fields and sizes in families/sm80.py");
+static_assert(sizeof(Arguments) == 216, "the fields and sizes in families/sm80.py");
 
 // A tile of 16-bit elements in shared memory: panels of 64 columns, whose 16-byte units are swizzled so that the 8 rows
 // of a matrix load fall into different banks.
@@ -136,6 +135,14 @@ __device__ __forceinline__ void load_tile(u32 tile, const u16* matrix, i64 step,
         load_panels<ROWS, COLUMNS, Config::ALIGNED>(tile, matrix, step, first_row, rows, columns);
     else
         load_panels<ROWS, COLUMNS, false>(tile, matrix, step, first_row, rows, columns);
+}
+
+// Says that this thread's part of what has been loaded has come, or will say so when it has.
+__device__ __forceinline__ void arrive_loaded(u32 full) {
+    if (Config::ALIGNED)
+        barrier_arrive_with_copies(full);
+    else
+        barrier_arrive(full);
 }
 
 // Accumulators of a warp: 16-row tiles x 8-column tiles. Lane l holds rows l / 4 and l / 4 + 8 of each, columns
@@ -235,6 +242,11 @@ __device__ __forceinline__ void take_weights(Weights& weights, u32 from) {
         for (int step = 0; step < Config::KEYS / 16; ++step, at += 512) load_unit(weights[r][step], at);
 }
 
+__device__ __forceinline__ void copy(RowValues& to, const RowValues& from) {
+#pragma unroll
+    for (int r = 0; r < Config::ROW_TILES; ++r) to[r][0] = from[r][0], to[r][1] = from[r][1];
+}
+
 // Values of the rows of a pair of warps: each lane gets its rows' from its own of the other side.
 struct Exchange {
     float values[Config::WARPS][Config::ROW_TILES * 16];
@@ -292,84 +304,86 @@ __device__ __forceinline__ void hide_keys(ScoreTiles& scores, int first_key, int
         }
 }
 
-// The reference of a row that has seen no key: below every score that float32 can tell from -inf, and finite, so that
-// hidden scores weigh 0.
-__device__ __forceinline__ float no_reference(float factor) { return __fdividef(-3.4e38f, fmaxf(1.f, factor)); }
+// Beyond 2^24 the product with the factor is off by more than 1: the difference of scores has to come first.
+__device__ __forceinline__ bool is_huge(float score, const Arguments& a) {
+    return (fabsf(score * a.factor) > 16777216.f) & (score != a.unseen);
+}
 
-// Moves the reference of each row whose scores have outgrown it, and totals and out with it. Both sides agree.
-__device__ __forceinline__ void move_references(ScoreTiles& scores, OutTiles& out, RowValues& tops, RowValues& totals,
-                                                bool& difference_first, float factor, const Warp& warp,
-                                                Exchange& exchange) {
+// Raises the reference of each row to its largest score so far; `rescale` gets the exponents, not above 0, of what the
+// sums so far shrink by. Says whether a reference of the warp is huge.
+__device__ __forceinline__ bool move_references(const ScoreTiles& scores, RowValues& tops, RowValues& rescale,
+                                                const Arguments& a, const Warp& warp, Exchange& exchange) {
     RowValues found;
-    bool outgrown = false;
+    bool huge = false;
 #pragma unroll
     for (int r = 0; r < Config::ROW_TILES; ++r)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float top = scores[r][0][2 * half];
+            float top = tops[r][half];
 #pragma unroll
             for (int n = 0; n < Config::KEYS / 8; ++n)
                 top = fmaxf(top, fmaxf(scores[r][n][2 * half], scores[r][n][2 * half + 1]));
+            if (Config::SIDES == 1) huge |= is_huge(top, a);  // some lane has the largest, and knows before the others
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-            found[r][half] = top;
-            outgrown |= (top - tops[r][half]) * factor > Config::STALE;
+            found[r][half] = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
         }
-    if (Config::SIDES == 2 ? pair_any(1 + warp.pair(), outgrown) : __any_sync(~0u, outgrown)) {
+    if (Config::SIDES == 2) {
         RowValues other;
-#pragma unroll
-        for (int r = 0; r < Config::ROW_TILES; ++r)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) other[r][half] = found[r][half];
-        if (Config::SIDES == 2) exchange.swap(other, warp);
-        bool huge = false;
+        copy(other, found);
+        exchange.swap(other, warp);
 #pragma unroll
         for (int r = 0; r < Config::ROW_TILES; ++r)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float top = fmaxf(found[r][half], other[r][half]), old = tops[r][half];
-                const bool move = (top - old) * factor > Config::STALE;
-                const float rescale = move ? exp2_approx((old - top) * factor) : 1.f;
-                tops[r][half] = move ? top : old;
-                totals[r][half] *= rescale;
-                huge |= fabsf(tops[r][half] * factor) > 16777216.f && tops[r][half] != no_reference(factor);
-#pragma unroll
-                for (int n = 0; n < Config::COLUMNS / 8; ++n) {
-                    out[r][n][2 * half] *= rescale;
-                    out[r][n][2 * half + 1] *= rescale;
-                }
+                found[r][half] = fmaxf(found[r][half], other[r][half]);
+                huge |= is_huge(found[r][half], a);  // both sides must agree
             }
-        // Beyond 2^24 the product with the factor is off by more than 1, so the difference has to come first.
-        difference_first = __any_sync(~0u, huge);
     }
-    if (difference_first) {
-#pragma unroll
-        for (int r = 0; r < Config::ROW_TILES; ++r)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-#pragma unroll
-                for (int n = 0; n < Config::KEYS / 8; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) scores[r][n][2 * half + e] -= tops[r][half];
-    }
-}
-
-// Scores become weights, and join the row sums.
-__device__ __forceinline__ void exponentiate(ScoreTiles& scores, RowValues& totals, const RowValues& tops, float factor,
-                                             bool difference_first) {
+    huge = __any_sync(~0u, huge);
 #pragma unroll
     for (int r = 0; r < Config::ROW_TILES; ++r)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float offset = difference_first ? 0.f : tops[r][half] * factor;
+            // Products rounded as in `exponentiate`, so that what comes before and after agrees.
+            rescale[r][half] = __fmul_rn(tops[r][half], a.factor) - __fmul_rn(found[r][half], a.factor);
+            tops[r][half] = found[r][half];
+        }
+    return huge;
+}
+
+__device__ __forceinline__ void subtract_references(ScoreTiles& scores, const RowValues& tops) {
 #pragma unroll
-            for (int n = 0; n < Config::KEYS / 8; ++n)
+    for (int r = 0; r < Config::ROW_TILES; ++r)
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& score = scores[r][n][2 * half + e];
-                    score = exp2_approx(score * factor - offset);
-                    totals[r][half] += score;
+        for (int n = 0; n < Config::KEYS / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[r][n][e] -= tops[r][e / 2];
+}
+
+// Scores become weights and join the row sums. These and out are scaled first: always, since that hides among the
+// exponentials, which a branch around it would not.
+__device__ __forceinline__ void exponentiate(ScoreTiles& scores, OutTiles& out, RowValues& totals, const RowValues& tops,
+                                             const RowValues& rescale, float factor, bool difference_first) {
+#pragma unroll
+    for (int r = 0; r < Config::ROW_TILES; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float offset = difference_first ? 0.f : __fmul_rn(tops[r][half], factor);
+            const float scale = exp2_approx(rescale[r][half]);
+            totals[r][half] *= scale;
+#pragma unroll
+            for (int n = 0; n < Config::KEYS / 8; ++n) {
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                    scores[r][n][e] = exp2_approx(scores[r][n][e] * factor - offset);
+                    totals[r][half] += scores[r][n][e];
                 }
+                constexpr int TILES = Config::COLUMNS / 8, STEPS = Config::KEYS / 8;
+#pragma unroll
+                for (int c = n * TILES / STEPS; c < (n + 1) * TILES / STEPS; ++c)
+#pragma unroll
+                    for (int e = 2 * half; e < 2 * half + 2; ++e) out[r][c][e] *= scale;
+            }
         }
 }
 
@@ -423,10 +437,7 @@ __device__ __forceinline__ void store_rows(const Arguments& a, OutTiles& out, Ro
         }
     if (Config::SIDES == 2) {
         RowValues other;
-#pragma unroll
-        for (int r = 0; r < Config::ROW_TILES; ++r)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) other[r][half] = totals[r][half];
+        copy(other, totals);
         exchange.swap(other, warp);
 #pragma unroll
         for (int r = 0; r < Config::ROW_TILES; ++r)
@@ -434,6 +445,7 @@ __device__ __forceinline__ void store_rows(const Arguments& a, OutTiles& out, Ro
             for (int half = 0; half < 2; ++half) totals[r][half] += other[r][half];
     }
     const u32 columns = tile + warp.side * (Config::COLUMNS / 64) * Config::M * 128;
+    __syncwarp();  // no lane reads Q any more
 #pragma unroll
     for (int r = 0; r < Config::ROW_TILES; ++r)
 #pragma unroll
@@ -445,7 +457,7 @@ __device__ __forceinline__ void store_rows(const Arguments& a, OutTiles& out, Ro
             const bool dead = total == 0.f || !used;  // 0 even where sums are not finite
             if (a.lse != nullptr && warp.side == 0 && lane % 4 == 0 && first_row + row < a.q_len) {
                 // log2 of a sum and a top in log2 units; ln 2 turns both to natural ones
-                const float top = tops[r][half] * a.factor;
+                const float top = __fmul_rn(tops[r][half], a.factor);
                 a.lse[(i64(entry) * a.q_heads + head) * a.q_len + first_row + row] =
                     dead ? minus_infinity() : 0.693147181f * (top + __log2f(total));
             }
@@ -488,6 +500,14 @@ __device__ __forceinline__ void forward(const Arguments& a) {
     const u32 given = v_tile + Tile<Config::BN, Config::DV>::BYTES;  // weights of each warp, for its other side
     __shared__ Exchange exchange;
 
+    // Phases count tiles. Full: every thread's part of a tile has come. Free: every thread has read it. One of a warp could
+    // say so for all; that they all do costs little, and lets racecheck see the order.
+    __shared__ u64 barriers[4];
+    const u32 k_full = shared_address(barriers), v_full = k_full + 8, k_free = k_full + 16, v_free = k_full + 24;
+    if (threadIdx.x == 0) {
+        barrier_init(k_full, Config::THREADS), barrier_init(v_full, Config::THREADS);
+        barrier_init(k_free, Config::THREADS), barrier_init(v_free, Config::THREADS);
+    }
     Work work;
     work.find(a);
     __shared__ Work kept;  // the loop has no registers to spare; it reads these early, where they hide their latency
@@ -498,7 +518,8 @@ __device__ __forceinline__ void forward(const Arguments& a) {
         load_tile<Config::M, Config::D>(q_tile, work.q, a.q_row, work.first_row, work.q_len, a.head_dim);
         load_tile<Config::BN, Config::D>(k_tile, work.k, a.k_row, tile * Config::BN, work.kv_len, a.head_dim);
     }
-    __syncthreads();  // kept has been written
+    __syncthreads();  // the barriers and kept have been written
+    if (more) arrive_loaded(k_full);
 
     const Warp warp;
     OutTiles out;
@@ -510,22 +531,22 @@ __device__ __forceinline__ void forward(const Arguments& a) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) out[r][n][e] = 0.f;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) tops[r][half] = no_reference(a.factor), totals[r][half] = 0.f;
+        for (int half = 0; half < 2; ++half) tops[r][half] = a.unseen, totals[r][half] = 0.f;
     }
 
     const int first_key = warp.side * Config::KEYS;  // in a tile
     const u32 q_rows = q_tile + 128 * warp.row, k_rows = k_tile + 128 * first_key;
     const u32 v_columns = v_tile + warp.side * (Config::COLUMNS / 64) * Config::BN * 128;
-    bool difference_first = false;
 
-    for (; more; --tile) {
+    for (u32 parity = 0; more; --tile, parity ^= 1) {
         more = tile > kept.begin;
         const u16* v = kept.v;
         int kv_len = kept.kv_len;
         const bool clean = tile < kept.clean_end && (!Config::BOUNDED || tile >= kept.clean_begin);
-        wait_copies();
-        __syncthreads();  // K has come; V and the weights of the tile before have been used by all
+        barrier_wait(k_full, parity);
+        barrier_wait(v_free, parity ^ 1);  // of the tile before
         load_tile<Config::BN, Config::DV>(v_tile, v, a.v_row, tile * Config::BN, kv_len, a.head_dim_v);
+        arrive_loaded(v_full);
         ScoreTiles scores;
         clear(scores);
 #pragma unroll Config::UNROLL
@@ -534,22 +555,31 @@ __device__ __forceinline__ void forward(const Arguments& a) {
         if (!clean)
             hide_keys(scores, tile * Config::BN + first_key, kept.kv_len,
                       kept.first_row + warp.row + threadIdx.x % 32 / 4 + kept.diagonal, a.left, a.right);
-        move_references(scores, out, tops, totals, difference_first, a.factor, warp, exchange);
+        RowValues rescale;
+        const bool huge = move_references(scores, tops, rescale, a, warp, exchange);
+        if (huge) subtract_references(scores, tops);
+        barrier_arrive(k_free);  // sooner takes registers
         const u16* k = kept.k;
         kv_len = kept.kv_len;
-        exponentiate(scores, totals, tops, a.factor, difference_first);
+        exponentiate(scores, out, totals, tops, rescale, a.factor, huge);
         Weights weights;
         pack_weights(weights, scores);
-        if (Config::SIDES == 2) give_weights(weights, given + threadIdx.x / 32 * WEIGHT_BYTES);
-        wait_copies();
-        __syncthreads();  // V and the weights have come; K has been used by all
-        if (more)
+        if (Config::SIDES == 2) {
+            give_weights(weights, given + threadIdx.x / 32 * WEIGHT_BYTES);
+            pair_sync(1 + warp.pair());  // both have given theirs; the next swap comes after both have taken them
+        }
+        if (more) {
+            barrier_wait(k_free, parity);
             load_tile<Config::BN, Config::D>(k_tile, k, a.k_row, (tile - 1) * Config::BN, kv_len, a.head_dim);
+            arrive_loaded(k_full);
+        }
+        barrier_wait(v_full, parity);
         multiply_weights_and_values(out, weights, v_columns + 128 * first_key);
         if (Config::SIDES == 2) {
             take_weights(weights, given + (threadIdx.x / 32 ^ 1) * WEIGHT_BYTES);
             multiply_weights_and_values(out, weights, v_columns + 128 * (Config::KEYS - first_key));
         }
+        barrier_arrive(v_free);
     }
     store_rows(a, out, tops, totals, kept, q_tile, warp, exchange);
 }

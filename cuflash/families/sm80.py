@@ -41,7 +41,7 @@ _ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in _POINTERS]
     + [(f"{name}_{axis}", np.int64) for name in _TENSORS for axis in ("entry", "head", "row")]
     + [(name, np.int32) for name in _INTS]
-    + [("factor", np.float32), ("premultiply", np.float32)]
+    + [("factor", np.float32), ("premultiply", np.float32), ("unseen", np.float32)]
     + [("prepare", np.int32), ("out_aligned", np.int32)],
     align=True,
 )
@@ -56,6 +56,7 @@ class Tile:
     q_rows: int
     keys: int
     warps: int
+    blocks: int  # of one multiprocessor, which share its 65,536 registers
     sides: int  # warps that share rows, each with a part of the keys and of V's columns
     unroll: int
     why: str
@@ -76,34 +77,42 @@ class Tile:
         return 2 * (elements + (self.q_rows * self.keys if self.sides > 1 else 0))
 
 
-_BLOCKS = 2  # of one multiprocessor, which share its 65,536 registers
-
 # By the larger of both head dims, rounded up to a bucket. Ratios are to FlashAttention-2 of torch
 # 2.11 in the same run on an H200, full and causal: float16, batch * seq = 16,384, hidden 2,048, the
-# mean of seq 1,024, 2,048 and 8,192. Other architectures have not been timed: what is chosen there
-# keeps every value in registers.
+# mean of seq 2,048 and 8,192. Other architectures have not been timed: what is chosen there keeps
+# every value in registers.
 _TILES = {
-    32: Tile(128, 128, 4, 1, 2, "as for 64"),
-    64: Tile(128, 128, 4, 1, 4, "1.11, 1.07; half unrolled 1.04, 1.04; 96 keys 1.02, 1.02"),
-    96: Tile(128, 80, 4, 1, 6, "as for 128, with room for more keys"),
-    128: Tile(128, 64, 4, 1, 4, "1.06, 1.06; wholly unrolled 1.05, 1.03; 48 keys less"),
-    192: Tile(64, 80, 4, 1, 12, "128 rows do not fit the registers"),
-    256: Tile(64, 80, 4, 1, 16, "1.03, 1.03; 64 keys less; 128 rows, 8 warps 0.90, 0.90"),
+    32: Tile(128, 128, 4, 2, 1, 2, "1.14, 1.12; 96 keys 1.04, 1.04; 160 keys 1.16, 1.08"),
+    64: Tile(128, 128, 4, 2, 1, 4, "1.15, 1.10; 96 keys 1.08, 1.04; 112 keys 1.09, 1.04"),
+    96: Tile(128, 96, 4, 2, 1, 6, "1.08, 1.07; 80 keys 1.01, 0.99; unrolled by 3 1.03, 1.04"),
+    128: Tile(128, 80, 4, 2, 1, 8, "1.11, 1.11; unrolled by 4 1.07, 1.05; 64 keys 1.09, 1.08"),
+    192: Tile(64, 96, 4, 2, 1, 12, "1.05, 1.10; 80 keys 1.04, 1.09; 128 rows spill"),
+    256: Tile(64, 80, 4, 2, 1, 16, "1.07, 1.07; two sides are a little faster"),
+}
+_AMPERE = {  # and Ada
+    96: Tile(128, 96, 4, 2, 1, 3, "spills where unrolled by 6 on 8.0"),
+    128: Tile(128, 80, 4, 2, 1, 4, "spills where unrolled by 8 on 8.0"),
 }
 _BLACKWELL = {
-    64: Tile(128, 112, 4, 1, 2, "128 keys spill on 10.0"),
-    128: Tile(128, 48, 4, 1, 4, "64 keys spill on 10.0"),
+    64: Tile(128, 128, 4, 2, 1, 2, "spills where unrolled by 4 on 12.0"),
+    96: Tile(128, 80, 4, 2, 1, 3, "96 keys spill on 10.0"),
+    128: Tile(128, 64, 4, 2, 1, 2, "spills where unrolled by 4 on 10.0"),
 }
-# Where two blocks fit as it is, and head_dim_v has two sides of whole panels.
-_TWO_SIDED = {256: Tile(64, 64, 4, 2, 16, "1.08, 1.09: a fifth less of shared memory to read")}
+# The first that fits as it is, where head_dim_v has two sides of whole panels.
+_TWO_SIDED = {
+    256: (
+        Tile(128, 96, 8, 1, 2, 16, "1.16, 1.14; twice as many rows share what is loaded"),
+        Tile(64, 64, 4, 2, 2, 16, "1.08, 1.10"),
+    )
+}
 # Softcap and rows that are not 16-byte aligned need registers of their own.
 _CAREFUL = {
-    32: Tile(128, 96, 4, 1, 2, "128 keys spill"),
-    64: Tile(128, 96, 4, 1, 2, "128 keys spill"),
-    96: Tile(128, 48, 4, 1, 2, "64 keys spill"),
-    128: Tile(128, 48, 4, 1, 2, "64 keys spill"),
-    192: Tile(64, 80, 4, 1, 4, "as without"),
-    256: Tile(64, 80, 4, 1, 4, "as without"),
+    32: Tile(128, 128, 4, 2, 1, 2, "as without"),
+    64: Tile(128, 96, 4, 2, 1, 2, "112 keys spill on 10.0"),
+    96: Tile(128, 64, 4, 2, 1, 2, "80 keys spill on 10.0"),
+    128: Tile(128, 48, 4, 2, 1, 2, "64 keys spill on 10.0"),
+    192: Tile(64, 80, 4, 2, 1, 4, "as without, but for 16 keys"),
+    256: Tile(64, 80, 4, 2, 1, 4, "as without"),
 }
 _BUCKETS = tuple(_TILES)
 _LEAST_KEYS = 32
@@ -227,19 +236,20 @@ class _Variant:
         if self.softcap or not self.aligned:
             tile = _CAREFUL[dim]
         else:
-            two_sided = _TWO_SIDED.get(dim)
-            if two_sided and self.head_dim_v % 128 == 0 and self._fits(two_sided, _BLOCKS, device):
-                return two_sided
-            blackwell = (device.compute_capability or (0, 0)) >= (10, 0)
-            tile = (_BLACKWELL if blackwell else _TILES).get(dim, _TILES[dim])
+            for tile in _TWO_SIDED.get(dim, ()):
+                if self.head_dim_v % 128 == 0 and self._fits(tile, device):
+                    return tile
+            generation, _ = device.compute_capability or (0, 0)
+            others = _AMPERE if generation < 9 else _BLACKWELL if generation > 9 else {}
+            tile = others.get(dim, _TILES[dim])
         fewer = [replace(tile, keys=n) for n in range(tile.keys, _LEAST_KEYS - 1, -16)]
-        fitting = (tile for n in (_BLOCKS, 1) for tile in fewer if self._fits(tile, n, device))
-        return next(fitting, fewer[-1])
+        alone = [replace(tile, blocks=1) for tile in fewer]
+        return next((tile for tile in fewer + alone if self._fits(tile, device)), alone[-1])
 
-    def _fits(self, tile: Tile, blocks: int, device: Device) -> bool:
+    def _fits(self, tile: Tile, device: Device) -> bool:
         bytes_each = tile.shared_memory(self.head_dim, self.head_dim_v) + _RESERVED
         # What the system takes of one block is not counted in the device's most for a block.
-        return blocks * bytes_each <= device.shared_memory_per_block + 1024
+        return tile.blocks * bytes_each <= device.shared_memory_per_block + 1024
 
     def specialisation(self, device: Device) -> Specialisation:
         """The module of this variant with its tile."""
@@ -259,7 +269,7 @@ class _Variant:
             ("q_rows", tile.q_rows),
             ("keys", tile.keys),
             ("warps", tile.warps),
-            ("blocks", _BLOCKS),
+            ("blocks", tile.blocks),
             ("sides", tile.sides),
             ("unroll", tile.unroll),
             ("bounded", self.bounded),
@@ -291,6 +301,8 @@ def _lasting_arguments(spec: AttentionSpec, row_blocks: int) -> np.ndarray[Any, 
     else:  # the largest raw score is not the largest scaled one, or its factor vanishes
         arguments["prepare"], arguments["premultiply"] = 1, spec.scale * _LOG2_E
         arguments["factor"] = 1.0
+    # Above -inf in units of log2 too, and below every score that float32 holds there.
+    arguments["unseen"] = -3.4e38 / max(1.0, arguments["factor"])
     arguments["out_aligned"] = _rows_aligned(spec.out.strides, spec.out.aligned)
     return np.array(tuple(arguments.values()), _ARGUMENTS)
 
