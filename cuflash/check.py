@@ -67,7 +67,10 @@ PROBLEMS = (
     ),
     Problem("negative scale", (1, 2, 2, 64, 64, 64, 64), (("scale", -0.3),)),
     Problem("odd dims", (1, 2, 2, 75, 50, 61, 19)),
-    Problem("dim 256", (1, 2, 2, 150, 150, 256, 256), (("causal", True),)),
+    Problem("dim 32", (1, 2, 2, 150, 290, 32, 32)),
+    Problem("dim 192", (1, 2, 2, 150, 290, 192, 192)),
+    Problem("dims 192, 128", (1, 2, 2, 150, 150, 192, 128), (("causal", True),)),
+    Problem("dim 256", (1, 2, 2, 150, 290, 256, 256), (("causal", True),)),
 )
 
 
