@@ -5,9 +5,8 @@
 Forward, batch * seq = 16,384 and heads * dim = 2,048, random normal inputs. A time is the median
 over ROUNDS of CUDA events around WINDOW_MS of calls, after SETTLE_MS of the same calls unmeasured:
 a board at its power limit gives each kernel another clock, and takes its time to settle. Each round
-takes the ways in random order. Windows are long enough to hide the host. TFLOP/s
-count 4 * batch * heads * seq^2 * dim, half when causal. Errors are relative L2 on the last 64 rows
-of one head.
+takes the ways in random order. Windows are long enough to hide the host. TFLOP/s count 4 * batch *
+heads * seq^2 * dim, half when causal. Errors are relative L2 on the last 64 rows of one head.
 """
 
 from __future__ import annotations
