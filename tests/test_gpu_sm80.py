@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from gpu_cases import Problem, assert_agrees, attend, host_call, place, problems
@@ -114,6 +115,25 @@ def test_equal_logits_of_any_size_weigh_the_same(value: float, dim: int, cupy: M
     assert float(abs(out.astype(np.float32) - mean).max()) < 2e-3
     exact = float(q[0, 0, 0]) ** 2 * dim**0.5 + np.log(300)
     assert float(abs(lse - exact).max()) <= 2e-6 * exact
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_references_beyond_2_24_move_by_what_lies_between_them(
+    dtype: str, dim: int, cupy: ModuleType
+) -> None:
+    """Early keys, which come last, score 2^27 + 16 and others 2^27, exactly. At a scale of 1/8 a
+    weight is e^2 of theirs; products with the scale are rounded to multiples of 2 in log2 units.
+    """
+    q, k = np.zeros((1, 70, dim), np.float32), np.zeros((1, 1000, dim), np.float32)
+    q[..., 0], q[..., 1] = 2**13, 1
+    k[..., 0], k[:, :200, 1] = 2**14, 16
+    v = np.random.default_rng(0).standard_normal((1, 1000, dim), np.float32)
+    as_dtype = np.dtype(dtype if dtype == "float16" else ml_dtypes.bfloat16)
+    arrays = [array.astype(as_dtype) for array in (q, k, v)]
+    expected, _ = oracle.attention(*arrays, scale=0.125)
+    out = cuflash.attention(*(place(cupy, a) for a in arrays), scale=0.125, kernel=FAMILY)
+    np.testing.assert_allclose(out.get().astype(np.float64), expected, atol=2e-3, rtol=8e-3)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -7,7 +7,7 @@
 //
 // Key tiles run from the last to the first: tiles that a mask or the end of the keys cuts come first or last, and only
 // those are masked. Loads are asynchronous: V comes during Q Kᵀ, the next K during P V. Their barriers let a warp run ahead
-// of the others by up to a product. While a block waits for a softmax, another warp of the same multiprocessor multiplies.
+// of the others by up to a product. While a warp is at its softmax, another of the same multiprocessor multiplies.
 //
 // Budget a thread, in registers:  S = ROW_TILES * KEYS / 2,  O = ROW_TILES * COLUMNS / 2,  about 45 beside; 255 at most.
 // Shared memory, in bytes:        2 * (M * max(D, DV) + BN * (D + DV)), D and DV rounded up to 64 columns, and for two
@@ -309,11 +309,9 @@ __device__ __forceinline__ bool is_huge(float score, const Arguments& a) {
     return (fabsf(score * a.factor) > 16777216.f) & (score != a.unseen);
 }
 
-// Raises the reference of each row to its largest score so far; `rescale` gets the exponents, not above 0, of what the
-// sums so far shrink by. Says whether a reference of the warp is huge.
-__device__ __forceinline__ bool move_references(const ScoreTiles& scores, RowValues& tops, RowValues& rescale,
+// Finds the reference of each row: its largest score so far. Says whether one of the warp is huge.
+__device__ __forceinline__ bool find_references(const ScoreTiles& scores, const RowValues& tops, RowValues& found,
                                                 const Arguments& a, const Warp& warp, Exchange& exchange) {
-    RowValues found;
     bool huge = false;
 #pragma unroll
     for (int r = 0; r < Config::ROW_TILES; ++r)
@@ -339,16 +337,7 @@ __device__ __forceinline__ bool move_references(const ScoreTiles& scores, RowVal
                 huge |= is_huge(found[r][half], a);  // both sides must agree
             }
     }
-    huge = __any_sync(~0u, huge);
-#pragma unroll
-    for (int r = 0; r < Config::ROW_TILES; ++r)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            // Products rounded as in `exponentiate`, so that what comes before and after agrees.
-            rescale[r][half] = __fmul_rn(tops[r][half], a.factor) - __fmul_rn(found[r][half], a.factor);
-            tops[r][half] = found[r][half];
-        }
-    return huge;
+    return __any_sync(~0u, huge);
 }
 
 __device__ __forceinline__ void subtract_references(ScoreTiles& scores, const RowValues& tops) {
@@ -362,14 +351,16 @@ __device__ __forceinline__ void subtract_references(ScoreTiles& scores, const Ro
 
 // Scores become weights and join the row sums. These and out are scaled first: always, since that hides among the
 // exponentials, which a branch around it would not.
-__device__ __forceinline__ void exponentiate(ScoreTiles& scores, OutTiles& out, RowValues& totals, const RowValues& tops,
-                                             const RowValues& rescale, float factor, bool difference_first) {
+__device__ __forceinline__ void exponentiate(ScoreTiles& scores, OutTiles& out, RowValues& totals, const RowValues& old,
+                                             const RowValues& tops, float factor, bool difference_first) {
 #pragma unroll
     for (int r = 0; r < Config::ROW_TILES; ++r)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float offset = difference_first ? 0.f : __fmul_rn(tops[r][half], factor);
-            const float scale = exp2_approx(rescale[r][half]);
+            // What comes before and after agrees: products are rounded alike, differences have none.
+            const float scale = exp2_approx(difference_first ? (old[r][half] - tops[r][half]) * factor
+                                                             : __fmul_rn(old[r][half], factor) - offset);
             totals[r][half] *= scale;
 #pragma unroll
             for (int n = 0; n < Config::KEYS / 8; ++n) {
@@ -555,13 +546,14 @@ __device__ __forceinline__ void forward(const Arguments& a) {
         if (!clean)
             hide_keys(scores, tile * Config::BN + first_key, kept.kv_len,
                       kept.first_row + warp.row + threadIdx.x % 32 / 4 + kept.diagonal, a.left, a.right);
-        RowValues rescale;
-        const bool huge = move_references(scores, tops, rescale, a, warp, exchange);
-        if (huge) subtract_references(scores, tops);
+        RowValues found;
+        const bool huge = find_references(scores, tops, found, a, warp, exchange);
+        if (huge) subtract_references(scores, found);
         barrier_arrive(k_free);  // sooner takes registers
         const u16* k = kept.k;
         kv_len = kept.kv_len;
-        exponentiate(scores, out, totals, tops, rescale, a.factor, huge);
+        exponentiate(scores, out, totals, tops, found, a.factor, huge);
+        copy(tops, found);
         Weights weights;
         pack_weights(weights, scores);
         if (Config::SIDES == 2) {
