@@ -94,7 +94,7 @@ _AMPERE = {  # and Ada
     128: Tile(128, 80, 4, 2, 1, 4, "spills where unrolled by 8 on 8.0"),
 }
 _BLACKWELL = {
-    64: Tile(128, 128, 4, 2, 1, 2, "spills where unrolled by 4 on 12.0"),
+    64: Tile(128, 128, 4, 2, 1, 1, "spills where unrolled by 2 on 12.0"),
     96: Tile(128, 80, 4, 2, 1, 3, "96 keys spill on 10.0"),
     128: Tile(128, 64, 4, 2, 1, 2, "spills where unrolled by 4 on 10.0"),
 }
@@ -103,6 +103,12 @@ _TWO_SIDED = {
     256: (
         Tile(128, 96, 8, 1, 2, 16, "1.16, 1.14; twice as many rows share what is loaded"),
         Tile(64, 64, 4, 2, 2, 16, "1.08, 1.10"),
+    )
+}
+_BLACKWELL_TWO_SIDED = {
+    256: (
+        Tile(128, 96, 8, 1, 2, 8, "spills where unrolled by 16 on 10.0"),
+        Tile(64, 64, 4, 2, 2, 16, "as on 9.0"),
     )
 }
 # Softcap and rows that are not 16-byte aligned need registers of their own.
@@ -236,10 +242,11 @@ class _Variant:
         if self.softcap or not self.aligned:
             tile = _CAREFUL[dim]
         else:
-            for tile in _TWO_SIDED.get(dim, ()):
+            generation, _ = device.compute_capability or (0, 0)
+            two_sided = _BLACKWELL_TWO_SIDED if generation > 9 else _TWO_SIDED
+            for tile in two_sided.get(dim, ()):
                 if self.head_dim_v % 128 == 0 and self._fits(tile, device):
                     return tile
-            generation, _ = device.compute_capability or (0, 0)
             others = _AMPERE if generation < 9 else _BLACKWELL if generation > 9 else {}
             tile = others.get(dim, _TILES[dim])
         fewer = [replace(tile, keys=n) for n in range(tile.keys, _LEAST_KEYS - 1, -16)]
