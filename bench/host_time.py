@@ -3,13 +3,15 @@
     python bench/host_time.py [--json FILE]
 
 A problem so small that the device keeps up: (1, 2, 64, 64) float16, causal. Medians over rounds of
-CALLS calls, the device idle before each round.
+CALLS calls, the device idle before each; a round calls each way, in an order of its own, so that
+what else the host does slows all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -23,21 +25,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cuflash
 
 SHAPE = (1, 2, 64, 64)
-ROUNDS, CALLS = 25, 200
+ROUNDS, CALLS = 41, 100
 
 
-def host_us(call: Callable[[], Any]) -> float:
-    """Median host time of a call in microseconds."""
-    for _ in range(CALLS):
-        call()
-    rounds = []
-    for _ in range(ROUNDS):
-        cupy.cuda.Device().synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        rounds.append((time.perf_counter() - start) / CALLS * 1e6)
-    return statistics.median(rounds)
+def host_us(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median host time of a call of each way in microseconds."""
+    rounds: dict[str, list[float]] = {name: [] for name in ways}
+    for warm in [False] + [True] * ROUNDS:
+        for name in random.sample(list(ways), len(ways)):
+            call = ways[name]
+            cupy.cuda.Device().synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            if warm:
+                rounds[name].append((time.perf_counter() - start) / CALLS * 1e6)
+    return {name: statistics.median(times) for name, times in rounds.items()}
 
 
 def main() -> None:
@@ -52,6 +55,8 @@ def main() -> None:
     lens = cupy.asarray([SHAPE[2]])
     nothing = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
 
+    attend_by_torch = torch.nn.functional.scaled_dot_product_attention
+
     def attend(*arrays: Any, **more: Any) -> Callable[[], Any]:
         return lambda: cuflash.attention(*arrays, causal=True, **more)
 
@@ -63,14 +68,11 @@ def main() -> None:
         "cuflash, torch tensors": attend(*tensors),
         "CuPy, an empty kernel": lambda: nothing((1,), (128,), ()),
         "CuPy, an empty array": lambda: cupy.empty(SHAPE, cupy.float16),
+        "torch SDPA, FLASH_ATTENTION": lambda: attend_by_torch(*tensors, is_causal=True),
     }
     print(f"{cuflash.info()}\ntorch {torch.__version__}\n")
-    found = {name: host_us(way) for name, way in ways.items()}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        attend_by_torch = torch.nn.functional.scaled_dot_product_attention
-        found["torch SDPA, FLASH_ATTENTION"] = host_us(
-            lambda: attend_by_torch(*tensors, is_causal=True)
-        )
+        found = host_us(ways)
     for name, microseconds in found.items():
         print(f"{microseconds:7.1f} us  {name}")
     if options.json:
