@@ -53,9 +53,12 @@ class Gpus:
         self.loads.append(device.index)
         return SimpleNamespace(function=lambda name: device.index)
 
-    def launcher(self, kernel: int, *grid: int) -> Callable[[bytes], None]:
-        def launch(struct: bytes) -> None:
-            note = np.frombuffer(struct, sm80._ARGUMENTS)[0]
+    def launcher(self, kernel: int, *given: Any) -> Callable[..., None]:
+        *_, changing, struct = given
+
+        def launch(*values: int) -> None:
+            bytes_given = changing.pack(*values) + struct[changing.size :]
+            note = np.frombuffer(bytes_given, sm80._ARGUMENTS)[0]
             self.launches.append((kernel, self.current, note))
 
         return launch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from struct import Struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,9 +33,30 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_the_struct_reaches_the_driver(launches: list[Any]) -> None:
     kernel = SimpleNamespace(kernel=SimpleNamespace(ptr=1234), max_dynamic_shared_size_bytes=0)
-    launch = launcher(kernel, blocks=10, threads=128, shared_memory=65536)
+    launch = launcher(kernel, 10, 128, 65536, Struct("2B"), b"\0\0\0.!")
     assert kernel.max_dynamic_shared_size_bytes == 65536
-    for struct in (b"a\0b\0c", b"12345"):  # nul bytes are as good as others
-        launch(struct)
+    launch(7, 0)
+    launch(0, 8)
     numbers = [1234, 10, 1, 1, 128, 1, 1, 65536, 77]
-    assert launches == [(numbers, b"a\0b\0c"), (numbers, b"12345")]
+    assert launches == [(numbers, b"\x07\0\0.!"), (numbers, b"\0\x08\0.!")]
+
+
+def test_a_launch_amid_another_has_a_struct_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the driver lets other threads run."""
+    found: list[bytes] = []
+
+    def driver(*given: int) -> None:
+        if not found:
+            found.append(b"")
+            launch(2)
+        struct = ctypes.c_void_p.from_address(given[-2]).value
+        assert struct is not None
+        found.append(ctypes.string_at(struct, 2))
+
+    monkeypatch.setattr(cupy.cuda.driver, "launchKernel", driver)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: SimpleNamespace(ptr=77))
+    kernel = SimpleNamespace(kernel=SimpleNamespace(ptr=1234), max_dynamic_shared_size_bytes=0)
+    launch = launcher(kernel, 1, 1, 0, Struct("B"), b"\0.")
+    launch(1)
+    launch(3)
+    assert found == [b"", b"\x02.", b"\x01.", b"\x03."]

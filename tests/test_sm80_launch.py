@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from struct import Struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,14 +31,17 @@ class Kernel:
         self.arguments: Any = None
 
     def launcher(
-        self, kernel: Kernel, blocks: int, threads: int, shared_memory: int
-    ) -> Callable[[bytes], None]:
+        self, kernel: Kernel, blocks: int, threads: int, shared_memory: int,
+        changing: Struct, struct: bytes,
+    ) -> Callable[..., None]:  # fmt: skip
         assert kernel is self
         self.blocks, self.threads, self.shared_memory = blocks, threads, shared_memory
-        return self.launch
 
-    def launch(self, struct: bytes) -> None:
-        self.arguments = np.frombuffer(struct, sm80._ARGUMENTS)[0]
+        def launch(*values: int) -> None:
+            given = changing.pack(*values) + struct[changing.size :]
+            self.arguments = np.frombuffer(given, sm80._ARGUMENTS)[0]
+
+        return launch
 
 
 @pytest.fixture

@@ -45,8 +45,7 @@ _ARGUMENTS = np.dtype(
     + [("prepare", np.int32), ("out_aligned", np.int32)],
     align=True,
 )
-# The pointers, which change with each call, and the bytes of the rest.
-_PARTS = Struct(f"{len(_POINTERS)}Q{_ARGUMENTS.itemsize - 8 * len(_POINTERS)}s")
+_CHANGING = Struct(f"{len(_POINTERS)}Q")  # from call to call
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +172,11 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
     launch = plan.tiling.launch
     assert launch is not None
     kernel = module.load(launch.module, plan.device).function(launch.module.name)
-    queue = launcher(kernel, launch.blocks, launch.threads, launch.shared_memory)
     row_blocks = -(-plan.spec.q_len // plan.tiling.q_rows)
-    lasting = _lasting_arguments(plan.spec, row_blocks).tobytes()[8 * len(_POINTERS) :]
+    queue = launcher(
+        kernel, launch.blocks, launch.threads, launch.shared_memory, _CHANGING,
+        _lasting_arguments(plan.spec, row_blocks).tobytes(),
+    )  # fmt: skip
 
     def run(operands: Operands) -> None:
         lse, q_lens, kv_lens = operands.lse, operands.q_lens, operands.kv_lens
@@ -183,7 +184,7 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
             q_lens = lengths_on_device(q_lens)
         if kv_lens is not None:
             kv_lens = lengths_on_device(kv_lens)
-        struct = _PARTS.pack(
+        queue(
             operands.q.data.ptr,
             operands.k.data.ptr,
             operands.v.data.ptr,
@@ -191,9 +192,7 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
             0 if lse is None else lse.data.ptr,
             0 if q_lens is None else q_lens.data.ptr,
             0 if kv_lens is None else kv_lens.data.ptr,
-            lasting,
         )
-        queue(struct)
 
     return run
 
