@@ -377,3 +377,18 @@ def test_lengths_that_a_kernel_can_not_count_are_refused() -> None:
         cuflash.explain(q, k, k, device="7.5")
     with pytest.raises(NotImplementedError, match="sm80: takes lengths below"):
         cuflash.explain(q, k, k, device="8.0", kernel="sm80")
+
+
+@pytest.mark.parametrize(
+    ("option", "most", "beyond"), [("scale", 1e20, 2e20), ("scale", -1e20, -2e20),
+                                   ("softcap", 1e4, 2e4)],
+)  # fmt: skip
+def test_factors_that_a_kernel_can_not_hold_are_refused(
+    option: str, most: float, beyond: float
+) -> None:
+    q = ArrayInfo((1, 1, 4, 8))
+    assert cuflash.explain(q, q, q, device="8.0", **{option: most}).family == "sm80"
+    plan = cuflash.explain(q, q, q, device="8.0", **{option: beyond})
+    assert plan.family == "standard"
+    with pytest.raises(NotImplementedError, match=f"sm80: takes {option} up to 1e"):
+        cuflash.explain(q, q, q, device="8.0", kernel="sm80", **{option: beyond})

@@ -28,6 +28,8 @@ _ELEMENT = {"float16": "Float16", "bfloat16": "Bfloat16"}
 _SHORT_NAME = {"float16": "f16", "bfloat16": "bf16"}
 _UNBOUNDED = 1 << 29  # far beyond any length, and sums of a few still fit 32 bits
 _LOG2_E = math.log2(math.e)
+# Times any score of 16 bits, it leaves float32 room. Of larger caps its tanh keeps too few digits.
+_LARGEST_SCALE, _LARGEST_CAP = 1e20, 1e4
 _SMALLEST, _LARGEST = 1.2e-38, 3e38  # numbers that kernels keep, which flush smaller ones to 0
 
 # struct Arguments of cuda_src/sm80/forward.cu
@@ -139,6 +141,10 @@ def supports(spec: AttentionSpec, device: Device) -> list[str]:
         for name, dim in {"q": spec.head_dim, **read, "out": spec.head_dim_v}.items():
             if dim > 1 and getattr(spec, name).strides[3] != 1:
                 reasons.append(f"{name}: needs neighbouring elements in its last axis")
+    if abs(spec.scale) > _LARGEST_SCALE:
+        reasons.append(f"takes scale up to {_LARGEST_SCALE:.0e}, not {spec.scale:g}")
+    if spec.softcap is not None and spec.softcap > _LARGEST_CAP:
+        reasons.append(f"takes softcap up to {_LARGEST_CAP:.0e}, not {spec.softcap:g}")
     if max(spec.q_len, spec.kv_len) >= _UNBOUNDED:
         reasons.append(f"takes lengths below {_UNBOUNDED}")
     if spec.batch * spec.q_heads * -(-spec.q_len // 64) >= 1 << 31:
