@@ -21,6 +21,7 @@ LAYOUTS = ("bhsd", "bshd")
 CAUSAL_ALIGNMENTS = ("bottom_right", "top_left")
 CPU_DTYPES = ("float16", "bfloat16", "float32", "float64")
 GPU_DTYPES = ("float16", "bfloat16", "float32")
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _AXES = {2: "(seq, dim)", 3: "(heads, seq, dim)", 4: "(batch, heads, seq, dim)"}
 
 # In the signature so that calls written today keep their meaning; no family computes them yet.
@@ -76,11 +77,11 @@ def build_spec(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo, options: Options) -> At
         device=q.device,
         scale=1.0 / math.sqrt(head_dim)
         if options.scale is None
-        else number("scale", options.scale),
+        else _factor("scale", options.scale, q.dtype),
         left=left,
         right=right,
         top_left=top_left,
-        softcap=_softcap(options.softcap),
+        softcap=_softcap(options.softcap, q.dtype),
         mask=_score_array("mask", options.mask, ("bool",), scores, q),
         bias=_score_array("bias", options.bias, _bias_dtypes(q), scores, q),
         has_q_lens=options.q_lens is not None,
@@ -146,6 +147,17 @@ def number(name: str, value: Any) -> float:
     if not finite:
         raise ValueError(f"{name}: got {value!r}; expected a finite number")
     return float(value)
+
+
+def _factor(name: str, value: Any, dtype: str) -> float:
+    """A number that the scores of inputs of `dtype` can be multiplied by."""
+    factor = number(name, value)
+    if dtype != "float64" and abs(factor) > _FLOAT32_MAX:
+        raise ValueError(
+            f"{name}: got {value!r}; expected a number that float32 holds, up to "
+            f"{_FLOAT32_MAX:.3g} in size: scores of {dtype} inputs are float32"
+        )
+    return factor
 
 
 def as_bhsd(
@@ -244,10 +256,10 @@ def _window(window: Any) -> tuple[int | None, int | None]:
     return bounds[0], bounds[1]
 
 
-def _softcap(value: Any) -> float | None:
+def _softcap(value: Any, dtype: str) -> float | None:
     if value is None:
         return None
-    cap = number("softcap", value)
+    cap = _factor("softcap", value, dtype)
     if cap <= 0.0:
         raise ValueError(f"softcap: got {value!r}; expected a number > 0, or None for no cap")
     return cap

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -133,6 +134,17 @@ def test_any_real_number(name: str, value: Any) -> None:
 @pytest.mark.parametrize("value", [0, -1.5, -0.0, 1e-300, 1e30])
 def test_scale_may_be_zero_negative_or_extreme(value: float) -> None:
     assert spec_of(scale=value).scale == value
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(("name", "value"), [("scale", 1e39), ("scale", -1e39), ("softcap", 1e39)])
+def test_factors_beyond_float32_are_refused(name: str, value: float, dtype: str) -> None:
+    """They would be infinite, and results NaN. float64 inputs have float64 scores."""
+    q = ArrayInfo((1, 2, 3, 8), dtype, "cpu")
+    with pytest.raises(ValueError, match=f"^{name}: got .*; expected a number that float32 holds"):
+        cuflash.explain(q, q, q, **{name: value})
+    wide = replace(q, dtype="float64")
+    assert getattr(cuflash.explain(wide, wide, wide, **{name: value}).spec, name) == value
 
 
 def test_default_scale_is_that_of_the_head_dim() -> None:
