@@ -4,12 +4,14 @@ CUDA.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 MAX_HEAD_DIM = 256
+SMALLEST, LARGEST = 1.2e-38, 3e38  # numbers that kernels keep, which flush smaller ones to 0
 
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -104,6 +106,21 @@ class AttentionSpec:
     def diagonal(self) -> int:
         """Key that row 0 is aligned with, when every batch entry uses its whole length."""
         return 0 if self.top_left else self.kv_len - self.q_len
+
+    @property
+    def score_factors(self) -> tuple[float | None, float]:
+        """What turns a raw score into units of log2: a factor before everything else (softcap's
+        tanh, a maximum), or None where none is needed, and one at the end, which is positive.
+        """
+        log2_e = math.log2(math.e)
+        if self.softcap is not None:
+            # Bounds of float32: an infinite or a vanishing factor times a score could be NaN.
+            before = min(max(self.scale / self.softcap, -LARGEST), LARGEST)
+            return before, max(self.softcap * log2_e, SMALLEST)
+        if self.scale * log2_e >= SMALLEST:
+            return None, self.scale * log2_e
+        # The largest raw score is not the largest scaled one, or float32 loses the factor.
+        return self.scale * log2_e, 1.0
 
     @property
     def item_size(self) -> int:

@@ -16,7 +16,7 @@
 // Scores live in units of log2: weight = 2^(s * factor - top), where top is a row's largest so far. A stale reference would
 // save most of the rescaling, at an error 3 % larger: weights just below a power of two, as the largest now are, round best.
 
-#include "common/ptx_ampere.cuh"
+#include "common/tanh.cuh"
 
 namespace cuflash {
 
@@ -267,11 +267,6 @@ struct Exchange {
     }
 };
 
-// tanh by two approximate instructions of relative error 2^-22; tanh.approx has 2^-11, too coarse for a capped score.
-__device__ __forceinline__ float tanh_exact(float x) {
-    return 1.f - __fdividef(2.f, 1.f + exp2_approx(2.885390082f * x));
-}
-
 // What has to happen to raw scores before the softmax, beside the plain factor that exp2 folds in.
 __device__ __forceinline__ void prepare_scores(ScoreTiles& scores, float premultiply) {
 #pragma unroll
@@ -375,6 +370,25 @@ __device__ __forceinline__ void exponentiate(ScoreTiles& scores, OutTiles& out, 
 #pragma unroll
                     for (int e = 2 * half; e < 2 * half + 2; ++e) out[r][c][e] *= scale;
             }
+        }
+}
+
+// Where the warp begins or ends to take weights from differences, its sums so far change to the references of those: exact,
+// and not rounded as a product. Bounded, so that what nothing has been added to stays 0.
+__device__ __forceinline__ void change_references(OutTiles& out, RowValues& totals, const RowValues& tops, float factor,
+                                                  bool difference_first) {
+#pragma unroll
+    for (int r = 0; r < Config::ROW_TILES; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float rounded_off = fmaf(tops[r][half], factor, -__fmul_rn(tops[r][half], factor));
+            const float exponent = difference_first ? -rounded_off : rounded_off;
+            const float scale = exp2_approx(fminf(fmaxf(exponent, -100.f), 100.f));
+            totals[r][half] *= scale;
+#pragma unroll
+            for (int c = 0; c < Config::COLUMNS / 8; ++c)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e) out[r][c][e] *= scale;
         }
 }
 
@@ -529,6 +543,7 @@ __device__ __forceinline__ void forward(const Arguments& a) {
     const u32 q_rows = q_tile + 128 * warp.row, k_rows = k_tile + 128 * first_key;
     const u32 v_columns = v_tile + warp.side * (Config::COLUMNS / 64) * Config::BN * 128;
 
+    bool huge = false;
     for (u32 parity = 0; more; --tile, parity ^= 1) {
         more = tile > kept.begin;
         const u16* v = kept.v;
@@ -547,7 +562,9 @@ __device__ __forceinline__ void forward(const Arguments& a) {
             hide_keys(scores, tile * Config::BN + first_key, kept.kv_len,
                       kept.first_row + warp.row + threadIdx.x % 32 / 4 + kept.diagonal, a.left, a.right);
         RowValues found;
-        const bool huge = find_references(scores, tops, found, a, warp, exchange);
+        const bool was_huge = huge;
+        huge = find_references(scores, tops, found, a, warp, exchange);
+        if (huge != was_huge) change_references(out, totals, tops, a.factor, huge);
         if (huge) subtract_references(scores, found);
         barrier_arrive(k_free);  // sooner takes registers
         const u16* k = kept.k;

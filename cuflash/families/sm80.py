@@ -7,7 +7,6 @@ and launches it.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from struct import Struct
@@ -23,14 +22,7 @@ from ..runtime.device import Device
 from ..runtime.launch import launcher
 from ..runtime.specialisation import Specialisation
 from ..spec import AttentionSpec
-
-_ELEMENT = {"float16": "Float16", "bfloat16": "Bfloat16"}
-_SHORT_NAME = {"float16": "f16", "bfloat16": "bf16"}
-_UNBOUNDED = 1 << 29  # far beyond any length, and sums of a few still fit 32 bits
-_LOG2_E = math.log2(math.e)
-# Times any score of 16 bits, it leaves float32 room. Of larger caps its tanh keeps too few digits.
-_LARGEST_SCALE, _LARGEST_CAP = 1e20, 1e4
-_SMALLEST, _LARGEST = 1.2e-38, 3e38  # numbers that kernels keep, which flush smaller ones to 0
+from . import fused
 
 # struct Arguments of cuda_src/sm80/forward.cu
 _POINTERS = ("q", "k", "v", "out", "lse", "q_lens", "kv_lens")
@@ -133,20 +125,12 @@ def supports(spec: AttentionSpec, device: Device) -> list[str]:
     elif device.compute_capability < (8, 0):
         major, minor = device.compute_capability
         reasons.append(f"needs compute capability 8.0 or newer, not {major}.{minor}")
-    if spec.dtype not in _ELEMENT:
-        reasons.append(f"takes {' and '.join(_ELEMENT)}, not {spec.dtype}")
-    reasons += [f"does not take {name}" for name in ("mask", "bias") if getattr(spec, name)]
+    reasons += fused.reasons_against(spec)
     if not spec.is_empty:
         read = {"k": spec.head_dim, "v": spec.head_dim_v} if spec.kv_len else {}
         for name, dim in {"q": spec.head_dim, **read, "out": spec.head_dim_v}.items():
             if dim > 1 and getattr(spec, name).strides[3] != 1:
                 reasons.append(f"{name}: needs neighbouring elements in its last axis")
-    if abs(spec.scale) > _LARGEST_SCALE:
-        reasons.append(f"takes scale up to {_LARGEST_SCALE:.0e}, not {spec.scale:g}")
-    if spec.softcap is not None and spec.softcap > _LARGEST_CAP:
-        reasons.append(f"takes softcap up to {_LARGEST_CAP:.0e}, not {spec.softcap:g}")
-    if max(spec.q_len, spec.kv_len) >= _UNBOUNDED:
-        reasons.append(f"takes lengths below {_UNBOUNDED}")
     if spec.batch * spec.q_heads * -(-spec.q_len // 64) >= 1 << 31:
         reasons.append("more blocks than a grid holds")
     return reasons
@@ -210,7 +194,7 @@ def specialisations(
         _Variant(bucket, bucket, dtype, bounded, softcap, aligned).specialisation(device)
         for bucket in dict.fromkeys(_bucket(dim) for dim in head_dims)
         for dtype in dtypes
-        if dtype in _ELEMENT and (device.compute_capability or (0, 0)) >= (8, 0)
+        if dtype in fused.ELEMENT and (device.compute_capability or (0, 0)) >= (8, 0)
         for bounded in (False, True)
         for softcap in (False, True)
         for aligned in (True, False)
@@ -266,16 +250,10 @@ class _Variant:
     def specialisation(self, device: Device) -> Specialisation:
         """The module of this variant with its tile."""
         tile = self.tile(device)
-        dims = f"d{self.head_dim}"
-        if self.head_dim_v != self.head_dim:
-            dims += f"x{self.head_dim_v}"
         marks = {"bounded": self.bounded, "softcap": self.softcap, "unaligned": not self.aligned}
-        name = "_".join(
-            ["cuflash_fwd_sm80", dims, _SHORT_NAME[self.dtype]]
-            + [mark for mark, on in marks.items() if on]
-        )
+        name = fused.module_name("sm80", (self.head_dim, self.head_dim_v), self.dtype, marks)
         config: tuple[tuple[str, int | bool | str], ...] = (
-            ("element", _ELEMENT[self.dtype]),
+            ("element", fused.ELEMENT[self.dtype]),
             ("head_dim", self.head_dim),
             ("head_dim_v", self.head_dim_v),
             ("q_rows", tile.q_rows),
@@ -301,20 +279,11 @@ def _lasting_arguments(spec: AttentionSpec, row_blocks: int) -> np.ndarray[Any, 
     for name in ("q_heads", "group", "q_len", "kv_len", "head_dim", "head_dim_v", "top_left"):
         arguments[name] = getattr(spec, name)
     arguments["row_blocks"] = row_blocks
-    arguments["left"] = _UNBOUNDED if spec.left is None else spec.left
-    arguments["right"] = _UNBOUNDED if spec.right is None else spec.right
-    if spec.softcap is not None:
-        # Bounds of float32: an infinite or a vanishing factor times a score could be NaN.
-        premultiply = min(max(spec.scale / spec.softcap, -_LARGEST), _LARGEST)
+    arguments["left"], arguments["right"] = fused.window_bounds(spec)
+    premultiply, arguments["factor"] = spec.score_factors
+    if premultiply is not None:
         arguments["prepare"], arguments["premultiply"] = 1, premultiply
-        arguments["factor"] = max(spec.softcap * _LOG2_E, _SMALLEST)
-    elif spec.scale * _LOG2_E >= _SMALLEST:
-        arguments["factor"] = spec.scale * _LOG2_E
-    else:  # the largest raw score is not the largest scaled one, or its factor vanishes
-        arguments["prepare"], arguments["premultiply"] = 1, spec.scale * _LOG2_E
-        arguments["factor"] = 1.0
-    # Above -inf in units of log2 too, and below every score that float32 holds there.
-    arguments["unseen"] = -3.4e38 / max(1.0, arguments["factor"])
+    arguments["unseen"] = fused.unseen(arguments["factor"])
     arguments["out_aligned"] = _rows_aligned(spec.out.strides, spec.out.aligned)
     return np.array(tuple(arguments.values()), _ARGUMENTS)
 

@@ -1,0 +1,52 @@
+"""What the families of fused kernels share: what none of them takes, names and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..spec import AttentionSpec
+
+ELEMENT = {"float16": "Float16", "bfloat16": "Bfloat16"}  # as the sources call them
+UNBOUNDED = 1 << 29  # far beyond any length, and sums of a few still fit 32 bits
+_SHORT_NAME = {"float16": "f16", "bfloat16": "bf16"}
+_LARGEST_SCALE = 1e20  # times any score of 16 bits it leaves float32 room
+
+
+def reasons_against(spec: AttentionSpec) -> list[str]:
+    """Why no fused kernel takes a problem; empty when one may."""
+    reasons = []
+    if spec.dtype not in ELEMENT:
+        reasons.append(f"takes {' and '.join(ELEMENT)}, not {spec.dtype}")
+    reasons += [f"does not take {name}" for name in ("mask", "bias") if getattr(spec, name)]
+    if max(spec.q_len, spec.kv_len) >= UNBOUNDED:
+        reasons.append(f"takes lengths below {UNBOUNDED}")
+    reasons += [
+        f"takes {name} up to {_LARGEST_SCALE:.0e}, not {value:g}"
+        for name, value in (("scale", spec.scale), ("softcap", spec.softcap or 0.0))
+        if abs(value) > _LARGEST_SCALE
+    ]
+    return reasons
+
+
+def module_name(family: str, dims: tuple[int, int], dtype: str, marks: Mapping[str, bool]) -> str:
+    """The name of a kernel for buckets of the head dims, with the marks that are on."""
+    shown = f"d{dims[0]}" if dims[0] == dims[1] else f"d{dims[0]}x{dims[1]}"
+    on = [mark for mark, is_on in marks.items() if is_on]
+    return "_".join(["cuflash_fwd", family, shown, _SHORT_NAME[dtype], *on])
+
+
+def window_bounds(spec: AttentionSpec) -> tuple[int, int]:
+    """Keys that a row sees to the left and to the right of its own, as kernels count them."""
+    return (
+        UNBOUNDED if spec.left is None else spec.left,
+        UNBOUNDED if spec.right is None else spec.right,
+    )
+
+
+def unseen(factor: float) -> float:
+    """The reference of a row that has seen no key, before `factor` multiplies it.
+
+    Above -inf in units of log2 too, so that the difference of two is 0 and not NaN, and below every
+    score that float32 holds there.
+    """
+    return -3.4e38 / max(1.0, factor)
