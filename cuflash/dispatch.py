@@ -77,5 +77,4 @@ Rule = Callable[[AttentionSpec, Device], list[str]]
 # family's module.
 _NOT_BUILT: dict[str, Rule] = {
     "sm90_fp8": _needs("9.0", lambda cc: cc == (9, 0), ("float8_e4m3",)),
-    "sm90": _needs("9.0", lambda cc: cc == (9, 0), ("float16", "bfloat16")),
 }

@@ -7,20 +7,22 @@ import re
 import numpy as np
 import pytest
 
-from cuflash.families import sm80, standard
+from cuflash.families import sm80, sm90, standard
 from cuflash.runtime import source
 
-SIZES = {"i64": 8, "int": 4, "float": 4}
+SIZES = {"i64": 8, "int": 4, "float": 4, "TensorMap": 128}
+ALIGNMENTS = {"TensorMap": 64}  # where it is not the size
 STRUCTS = [
     pytest.param("standard/softmax.cu", "Chunk", standard._CHUNK, id="standard"),
     pytest.param("sm80/forward.cu", "Arguments", sm80._ARGUMENTS, id="sm80"),
+    pytest.param("sm90/config.cuh", "Arguments", sm90._ARGUMENTS, id="sm90"),
 ]
 
 
 def cuda_fields(file: str, struct: str) -> dict[str, tuple[int, int]]:
     """Offset and size of each field of a struct, by C++'s rules of alignment."""
     text = re.sub(r"//.*", "", source.read(file))
-    body = re.search(rf"struct {struct} \{{(.*?)\}};", text, re.DOTALL)
+    body = re.search(rf"struct (?:__align__\(64\) )?{struct} \{{(.*?)\}};", text, re.DOTALL)
     assert body is not None
     fields, offset = {}, 0
     for declaration in filter(None, (part.strip() for part in body[1].split(";"))):
@@ -30,7 +32,8 @@ def cuda_fields(file: str, struct: str) -> dict[str, tuple[int, int]]:
             name = re.search(r"(\w+)(?:\[(\d+)\])?$", declarator)
             assert name is not None, declaration
             item = 8 if "*" in declarator else SIZES[kind[1]]
-            offset = -(-offset // item) * item
+            alignment = ALIGNMENTS.get(kind[1], item)
+            offset = -(-offset // alignment) * alignment
             fields[name[1]] = (offset, item * int(name[2] or 1))
             offset += fields[name[1]][1]
     return fields

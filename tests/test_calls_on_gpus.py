@@ -68,9 +68,9 @@ class Gpus:
 def gpus(monkeypatch: Patch) -> Gpus:
     cupy: Any = pytest.importorskip("cupy")
     found = Gpus(cupy)
-    hopper = devices.named("9.0")
+    ampere = devices.named("8.0")
     for place, name, stand_in in (
-        (devices, "cuda_device", lambda index: dataclasses.replace(hopper, index=index)),
+        (devices, "cuda_device", lambda index: dataclasses.replace(ampere, index=index)),
         (calls, "current_index", lambda device: lambda: found.current),
         (calls, "activate", found.activate),
         (cupy, "empty", found.empty),

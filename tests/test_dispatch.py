@@ -186,7 +186,7 @@ def test_a_printed_plan_shows_the_choice_and_the_problem() -> None:
         "scale": -0.5,
     }
     lines = str(explain("9.0", kv_lens=[1, 2], **options)).splitlines()
-    assert lines[0] == "cuflash plan: sm80 on sm_90 (compute capability 9.0)"
+    assert lines[0] == "cuflash plan: sm90 on sm_90 (compute capability 9.0)"
     assert any(line.startswith("  why ") and "fused kernel" in line for line in lines)
     (problem,) = (line for line in lines if line.startswith("  problem"))
     for part in (
@@ -379,16 +379,16 @@ def test_lengths_that_a_kernel_can_not_count_are_refused() -> None:
         cuflash.explain(q, k, k, device="8.0", kernel="sm80")
 
 
-@pytest.mark.parametrize(
-    ("option", "most", "beyond"), [("scale", 1e20, 2e20), ("scale", -1e20, -2e20),
-                                   ("softcap", 1e4, 2e4)],
-)  # fmt: skip
+@pytest.mark.parametrize("capability", ["8.0", "9.0"])
+@pytest.mark.parametrize(("option", "sign"), [("scale", 1), ("scale", -1), ("softcap", 1)])
 def test_factors_that_a_kernel_can_not_hold_are_refused(
-    option: str, most: float, beyond: float
+    option: str, sign: int, capability: str
 ) -> None:
     q = ArrayInfo((1, 1, 4, 8))
-    assert cuflash.explain(q, q, q, device="8.0", **{option: most}).family == "sm80"
-    plan = cuflash.explain(q, q, q, device="8.0", **{option: beyond})
-    assert plan.family == "standard"
-    with pytest.raises(NotImplementedError, match=f"sm80: takes {option} up to 1e"):
-        cuflash.explain(q, q, q, device="8.0", kernel="sm80", **{option: beyond})
+    fused = "sm80" if capability == "8.0" else "sm90"
+    assert cuflash.explain(q, q, q, device=capability, **{option: sign * 1e20}).family == fused
+    beyond = {option: sign * 2e20}
+    assert cuflash.explain(q, q, q, device=capability, **beyond).family == "standard"
+    for family in ("sm80", fused):
+        with pytest.raises(NotImplementedError, match=f"{family}: takes {option} up to 1e"):
+            cuflash.explain(q, q, q, device=capability, kernel=family, **beyond)

@@ -25,12 +25,12 @@ LAYERS = (
     ("runtime.ptxas", "runtime.progress", "runtime.specialisation", "validate"),
     ("runtime.compiler",),
     ("runtime.cache",),
-    ("runtime.module", "runtime.launch"),
+    ("runtime.module", "runtime.launch", "runtime.tensormap", "runtime.tickets"),
     ("operands", "traffic", "merge"),
     ("plan",),
     ("reference",),
-    ("families",),  # loads its modules by name, when one is asked for
-    ("families.reference", "families.sm80", "families.standard"),
+    ("families", "families.fused", "families.sm90_tiles"),  # the first loads others by name
+    ("families.reference", "families.sm80", "families.sm90", "families.standard"),
     ("dispatch",),
     ("calls", "environment", "precompile"),
     ("api",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from compiling import needs_compiler
@@ -16,7 +17,8 @@ from cuflash.runtime.ptxas import Resources
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 FEW = 20  # modules of a family, more of which would take minutes for all architectures
-COMPILED = {("standard", arch) for arch in ARCHITECTURES}
+TILE = ("keys", "groups", "cluster", "ping_pong")  # of the sm90 family
+COMPILED = {("standard", arch) for arch in ARCHITECTURES} | {("sm90", "sm_90")}
 
 
 def modules_of(family: str, arch: str, everything: bool) -> list[Module]:
@@ -27,9 +29,35 @@ def modules_of(family: str, arch: str, everything: bool) -> list[Module]:
         pytest.skip(str(error))
     if everything or len(modules) <= FEW:
         return modules
-    turn = ARCHITECTURES.index(arch) - 1  # sm_75 has the standard family alone
-    dealt = len(ARCHITECTURES) - 1
-    return [m for m in modules if zlib.crc32(m.specialisation.name.encode()) % dealt == turn]
+    serving = [a for a in ARCHITECTURES if serves(family, a)]
+    dealt = max(len(serving), -(-len(modules) // FEW))
+    turn = serving.index(arch)
+    found = [m for m in modules if zlib.crc32(m.specialisation.name.encode()) % dealt == turn]
+    if serving == [arch]:  # no other architecture has what is missing here
+        seen = {trait for m in found for trait in traits(m)}
+        for m in modules:
+            if not seen.issuperset(traits(m)):
+                found.append(m)
+                seen.update(traits(m))
+    return found
+
+
+def traits(module: Module) -> set[Any]:
+    """What at least one of a share has to have: each value of the configuration, and each tile with
+    each form of scores, since capped ones spill first.
+    """
+    config = dict(module.specialisation.config)
+    return {*config.items(), tile_and_scores(module)}
+
+
+def tile_and_scores(module: Module) -> tuple[Any, ...]:
+    config = dict(module.specialisation.config)
+    return tuple(config.get(key) for key in (*TILE, "scores"))
+
+
+def serves(family: str, arch: str) -> bool:
+    """Whether a family has kernels for an architecture."""
+    return bool(families.load(family).specialisations(device.named(arch), [64], ["float16"]))
 
 
 @needs_compiler
@@ -38,7 +66,8 @@ def modules_of(family: str, arch: str, everything: bool) -> list[Module]:
 def test_every_kernel_compiles_without_spills(
     family: str, arch: str, pytestconfig: pytest.Config
 ) -> None:
-    """A large family's each for one of the architectures, or with `--all-kernels` for every one.
+    """A large family's each for one of the architectures, of one that serves few of them a share,
+    or with `--all-kernels` everything.
 
     From the cache where it holds them; its key has all that could change the outcome.
     """
@@ -82,4 +111,31 @@ def test_the_standard_family_is_among_them() -> None:
     """Else the tests above might be about nothing."""
     family = families.load("standard")
     assert len(family.specialisations(device.named("9.0"), [64], ["float16", "bfloat16"])) == 4
-    assert len(COMPILED) == len(ARCHITECTURES)
+    assert len(COMPILED) == len(ARCHITECTURES) + 1
+
+
+@needs_compiler
+def test_kernels_for_one_architecture_alone_are_compiled_for_it() -> None:
+    """And those dealt to the tests above have every tile and way among them."""
+    modules = modules_of("sm90", "sm_90", everything=False)
+    assert {module.arch for module in modules} == {"sm_90a"}
+    everything = modules_of("sm90", "sm_90", everything=True)
+    assert FEW // 2 < len(modules) < len(everything)
+    for key in (
+        "head_dim",
+        "keys",
+        "groups",
+        "cluster",
+        "left",
+        "bounded",
+        "scores",
+        "lengths",
+        "element",
+    ):
+        dealt, all_of_them = (
+            {dict(module.specialisation.config)[key] for module in some}
+            for some in (modules, everything)
+        )
+        assert dealt == all_of_them, key
+    assert {tile_and_scores(m) for m in modules} == {tile_and_scores(m) for m in everything}
+    assert not any(modules_of("sm90", arch, everything=True) for arch in ("sm_80", "sm_100"))

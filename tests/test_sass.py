@@ -13,7 +13,7 @@ from cuflash import ArrayInfo, explain
 from cuflash.runtime import cache, device
 
 pytestmark = needs_compiler
-OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", re.MULTILINE)
+OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", re.MULTILINE)
 
 
 def opcodes(kernel: str, arch: str, folder: Path, *, dim: int, causal: bool) -> Counter[str]:
@@ -37,3 +37,68 @@ def test_sm80_multiplies_on_tensor_cores_and_loads_asynchronously(
         assert found[name], f"{name} is not among {sorted(found)}"
     local = [name for name in found if name.startswith(("STL", "LDL"))]
     assert not local, "registers go to memory"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_sm90_has_wide_products_and_tensor_copies(dim: int, causal: bool, tmp_path: Path) -> None:
+    array = ArrayInfo((1, 8, 4096, dim))
+    plan = explain(array, array, array, causal=causal, device="9.0", kernel="sm90")
+    keys = plan.tiling.keys
+    found = opcodes("sm90", "sm_90a", tmp_path, dim=dim, causal=causal)
+    for name in (f"HGMMA.64x{keys}x16.F32", f"HGMMA.64x{dim}x16.F32"):
+        assert found[name], f"{name} is not among {sorted(found)}"
+    assert any(name.startswith("UTMALDG.4D") for name in found)
+    assert any(name.startswith("UTMASTG.4D") for name in found)
+    local = [name for name in found if name.startswith(("STL", "LDL"))]
+    assert not local, "registers go to memory"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_the_inner_loops_of_sm90_are_short_and_fence_nothing(
+    dim: int, causal: bool, tmp_path: Path
+) -> None:
+    """A fence of all memory at each arrival costs a quarter; instructions cost energy."""
+    array = ArrayInfo((1, 8, 4096, dim))
+    plan = explain(array, array, array, causal=causal, device="9.0", kernel="sm90")
+    assert plan.tiling.launch is not None
+    entry = cache.get(plan.tiling.launch.module, "sm_90a", show_progress=False)
+    loops = inner_loops(disassemble(entry.path.read_bytes(), tmp_path))
+    products = dim // 16 + plan.tiling.keys // 16
+    whole = [loop for loop in loops if sum("HGMMA" in line for line in loop) == products]
+    shortest = min(map(len, whole))
+    for loop in whole:
+        if len(loop) < 1.5 * shortest:  # else it is the way back from a wait that stands elsewhere
+            assert not any("MEMBAR" in line for line in loop)
+    # An exponential, a product, a sum, half a maximum and half a conversion for each score a thread
+    # has; two of three branches that are hardly ever taken: a maximum, and subtracting a reference
+    # that is beyond 2^24; the third scales out. The rest is addresses, barriers, products.
+    scores, out = plan.tiling.keys // 2, dim // 2
+    assert shortest <= 6 * scores + out + 240
+
+
+def inner_loops(assembly: str) -> list[list[str]]:
+    """Instructions of each loop that has no other loop with products in it."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    loops = []
+    for line in assembly.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        if instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction[1])
+            target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
+            if target and target[1] in labels:
+                loops.append((labels[target[1]], len(code)))
+    with_products = [
+        (first, last) for first, last in loops if any("HGMMA" in x for x in code[first:last])
+    ]
+    return [
+        code[first:last]
+        for first, last in with_products
+        if not any(
+            first <= begin and end <= last and (begin, end) != (first, last)
+            for begin, end in with_products
+        )
+    ]

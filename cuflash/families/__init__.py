@@ -41,7 +41,7 @@ class Family(Protocol):
     ) -> list[Specialisation]: ...
 
 
-BUILT = ("sm80", "standard", "reference")
+BUILT = ("sm90", "sm80", "standard", "reference")
 
 
 @functools.cache

@@ -1,0 +1,85 @@
+// What a kernel is compiled for, what it is called with, and where things lie in shared memory.
+#pragma once
+
+#include "common/ptx_hopper.cuh"
+
+namespace cuflash {
+
+struct Config {
+    typedef CONFIG_ELEMENT Element;
+    static constexpr int D = CONFIG_HEAD_DIM;  // buckets at or above the true dims; tensor copies fill up with zeros
+    static constexpr int DV = CONFIG_HEAD_DIM_V;
+    static constexpr int BN = CONFIG_KEYS;
+    static constexpr int GROUPS = CONFIG_GROUPS;        // warpgroups that multiply, 64 query rows each
+    static constexpr int STAGES = 2;                    // tiles of K, and of V, in flight
+    static constexpr int CLUSTER = CONFIG_CLUSTER;      // blocks that share loads of K and V
+    static constexpr bool PING_PONG = CONFIG_PING_PONG;  // warpgroups take turns to issue products
+    static constexpr bool OUT_OVER_Q = CONFIG_OUT_OVER_Q;  // in shared memory; else in a buffer of its own
+    static constexpr bool BOUNDED = CONFIG_BOUNDED;        // causal or window
+    static constexpr bool DYNAMIC = BOUNDED;               // work by tickets drawn, else by a static stride
+    static constexpr bool LEFT = CONFIG_LEFT;              // a window with a left bound
+    static constexpr int SCORES = CONFIG_SCORES;           // 0: as they are; 1: multiplied first; 2: capped too
+    static constexpr bool LENGTHS = CONFIG_LENGTHS;        // of each batch entry
+
+    static constexpr int M = 64 * GROUPS, THREADS = 128 * (GROUPS + 1);
+    // Shared memory holds panels of ROW_BYTES a row: 64 columns, or 32 where a head has no whole number of 64.
+    static constexpr int ROW_BYTES = D % 64 == 0 && DV % 64 == 0 ? 128 : 64;
+    static constexpr int PANEL = ROW_BYTES / 2;
+    static constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
+    static constexpr float STALE = 8.f;  // references stay until scores outgrow them by 2^8, which P and sums hold
+};
+static_assert(Config::GROUPS == 2 || Config::GROUPS == 3, "as many as registers allow");
+static_assert(Config::D % Config::PANEL == 0 && Config::DV % Config::PANEL == 0, "whole panels");
+static_assert(Config::BN % 16 == 0 && Config::BN / Config::CLUSTER % 8 == 0, "whole steps, whole swizzles");
+static_assert(Config::CLUSTER == 1 || !Config::DYNAMIC, "the blocks of a pair would have to agree on a ticket");
+static_assert(!Config::OUT_OVER_Q || Config::DV <= Config::D, "out takes the place of Q");
+
+struct __align__(64) Arguments {
+    TensorMap q, k, v, out;  // (columns, heads, rows, entries)
+    float* lse;              // (entries, q_heads, q_len), or null
+    const i64* q_lens;       // or null
+    const i64* kv_lens;      // or null
+    u32* counter;            // 0 before and after, where work is DYNAMIC
+    int q_heads, group, batch_heads, q_len, kv_len;
+    int row_tiles;           // of a head: M rows for each block of a cluster
+    int tickets;             // row_tiles * batch_heads
+    int section;             // heads whose K and V lie in the L2 cache together
+    int left, right;         // window bounds, large for none
+    int top_left;
+    float factor;            // of a score, to log2 units
+    float premultiply;       // of a raw score before that, where SCORES says so
+    float unseen;            // largest score of a row that has seen no key: finite, so that hidden scores weigh 0
+};
+static_assert(sizeof(Arguments) == 640, "the fields and sizes in families/sm90.py");
+
+// Byte offsets in dynamic shared memory.
+struct Shared {
+    static constexpr u32 Q_GROUP = 64 * Config::D * 2, O_GROUP = 64 * Config::DV * 2;
+    static constexpr u32 K_STAGE = Config::BN * Config::D * 2, V_STAGE = Config::BN * Config::DV * 2;
+    static constexpr u32 q = 0, k = q + Config::GROUPS * Q_GROUP, v = k + Config::STAGES * K_STAGE;
+    static constexpr u32 after = v + Config::STAGES * V_STAGE;
+    static constexpr u32 o = Config::OUT_OVER_Q ? q : after;
+    static constexpr u32 works = after + (Config::OUT_OVER_Q ? 0 : Config::GROUPS * O_GROUP);  // two records
+    static constexpr u32 barriers = works + 128;
+    static constexpr u32 k_full = barriers, k_empty = k_full + 8 * Config::STAGES;
+    static constexpr u32 v_full = k_empty + 8 * Config::STAGES, v_empty = v_full + 8 * Config::STAGES;
+    static constexpr u32 q_full = v_empty + 8 * Config::STAGES, q_empty = q_full + 8 * Config::GROUPS;
+    static constexpr u32 work_full = q_empty + 8 * Config::GROUPS, work_empty = work_full + 16;
+    static constexpr u32 BYTES = works + 1024;
+    static_assert(work_empty + 16 <= BYTES, "barriers and records");
+    static_assert(Q_GROUP % 512 == 0 && K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && O_GROUP % 512 == 0, "swizzles");
+    static_assert(BYTES == CONFIG_SHARED_MEMORY && BYTES <= 232448, "what a block is launched with, and may have");
+};
+
+// A place in a ring of COUNT slots, and the parity of its round.
+template <int COUNT>
+struct Place {
+    int slot = 0;
+    u32 parity;
+    __device__ __forceinline__ explicit Place(u32 first_parity) : parity(first_parity) {}
+    __device__ __forceinline__ void next() {
+        if (++slot == COUNT) slot = 0, parity ^= 1;
+    }
+};
+
+}  // namespace cuflash

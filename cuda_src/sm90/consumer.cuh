@@ -1,0 +1,270 @@
+// Warpgroups that multiply: each 64 query rows, all of the block's key tiles. The weights and values of one tile are
+// multiplied beside the softmax of the next (Shah et al., FlashAttention-3, 2024, section 3.2).
+#pragma once
+
+#include "sm90/products.cuh"
+
+namespace cuflash {
+
+enum NamedBarrier { TURN = 1, STORE = 4, CONSUMERS = 7 };  // TURN and STORE: one for each warpgroup; 0 is __syncthreads
+
+struct Consumer {
+    const Arguments& a;
+    u32 base;
+    int group;
+    Place<Config::STAGES> place{0};  // of K; V's is the same, one tile later
+    Place<2> work_place{0};
+    u32 q_parity = 0;
+
+    __device__ __forceinline__ Consumer(const Arguments& arguments, u32 shared, int of_group)
+        : a(arguments), base(shared), group(of_group) {}
+
+    __device__ __forceinline__ static bool is_leader() { return threadIdx.x % 128 == 0; }
+    __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+    __device__ __forceinline__ static int warp_row() { return threadIdx.x / 32 % 4 * 16; }
+
+    // All of this warpgroup have read a stage; its owners are the producers of the whole cluster.
+    __device__ __forceinline__ void release(u32 empty) const {
+        if (Config::CLUSTER == 1) {
+            if (is_leader()) barrier_arrive(empty);
+        } else if (threadIdx.x % 128 < 2) {
+            barrier_arrive_in(empty, threadIdx.x % 128);
+        }
+    }
+    __device__ __forceinline__ void await_turn() const {
+        if (Config::PING_PONG) meet(TURN + group, 256);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (Config::PING_PONG) announce(TURN + (group + 1 == Config::GROUPS ? 0 : group + 1), 256);
+    }
+    __device__ __forceinline__ u32 k_full() const { return base + Shared::k_full + 8 * place.slot; }
+    __device__ __forceinline__ u32 k_empty() const { return base + Shared::k_empty + 8 * place.slot; }
+    __device__ __forceinline__ u32 k_words() const {
+        return low_word(base + Shared::k, 16) + place.slot * (Shared::K_STAGE >> 4);
+    }
+    __device__ __forceinline__ u32 v_words(int slot) const {
+        return low_word(base + Shared::v, Config::BN * Config::ROW_BYTES) + slot * (Shared::V_STAGE >> 4);
+    }
+
+    __device__ __forceinline__ bool next_work(Work& work) {
+        barrier_wait(base + Shared::work_full + 8 * work_place.slot, work_place.parity);
+        work.get(base + Shared::works + 64 * work_place.slot);
+        __syncwarp();
+        if (lane() == 0) barrier_arrive(base + Shared::work_empty + 8 * work_place.slot);
+        work_place.next();
+        return work.entry >= 0;
+    }
+
+    // The next rows of Q may come.
+    __device__ __forceinline__ void release_queries() const {
+        if (is_leader()) barrier_arrive(base + Shared::q_empty + 8 * group);
+    }
+    // The same after scores of `tile`: nothing else of this piece of work needs Q if that was the last.
+    __device__ __forceinline__ void release_queries_after(int tile, const Work& work) const {
+        if (!Config::OUT_OVER_Q && tile == work.begin) release_queries();
+    }
+
+    // Rows of V past the used keys become 0: a weight of 0 times what memory holds there might be NaN.
+    __device__ __forceinline__ void clear_values(int first_dead_row) const {
+        constexpr int UNITS = Config::ROW_BYTES / 16;
+        const u32 zeros[4] = {0, 0, 0, 0};
+        const int rows = Config::BN - first_dead_row;
+        for (int i = threadIdx.x - 128; i < rows * UNITS * (Config::DV / Config::PANEL); i += 128 * Config::GROUPS) {
+            const int unit = i % UNITS, row = i / UNITS % rows, panel = i / UNITS / rows;
+            store_unit(base + Shared::v + place.slot * Shared::V_STAGE +
+                           (panel * Config::BN + first_dead_row + row) * Config::ROW_BYTES + 16 * unit,
+                       zeros);
+        }
+        fence_async();
+        meet(CONSUMERS, 128 * Config::GROUPS);
+    }
+
+    __device__ __forceinline__ Sight sight_of(const Work& work) const {
+        return Sight(work, work.first_row + 64 * group + warp_row() + lane() / 4);
+    }
+    __device__ __forceinline__ u32 q_words() const { return low_word(base + Shared::q + group * Shared::Q_GROUP, 16); }
+
+    // Q of a piece of work has come.
+    __device__ __forceinline__ void await_queries() {
+        barrier_wait(base + Shared::q_full + 8 * group, q_parity);
+        q_parity ^= 1;
+    }
+
+    // Weights of the first tile, where nothing goes on beside it.
+    __device__ __forceinline__ void begin(const Work& work, Weights& weights,
+                                          Rows& rows) const {
+        Scores scores;
+        barrier_wait(k_full(), place.parity);
+        begin_products();
+        multiply_queries_and_keys(scores, q_words(), k_words());
+        commit_products();
+        wait_products<0>();
+        release(k_empty());
+        release_queries_after(work.end - 1, work);
+        if (Config::SCORES) prepare_scores(scores, a.premultiply);
+        sight_of(work).hide(scores, work.end - 1, a);
+        weigh<true>(scores, rows, a);
+        pack_weights(weights, scores);
+    }
+
+    // Rows past the used keys of the tile that `begin` has seen.
+    __device__ __forceinline__ void clear_dead_values(const Work& work) const {
+        if (Config::LENGTHS && work.kv_len < a.kv_len && work.kv_len < work.end * Config::BN) {
+            barrier_wait(base + Shared::v_full + 8 * place.slot, place.parity);
+            clear_values(work.kv_len - (work.end - 1) * Config::BN);
+        }
+    }
+
+    // Products of a turn: scores of a tile, and values of the one before, which come in this order.
+    __device__ __forceinline__ void multiply_both(Scores& scores, Out& out,
+                                                  Weights& weights, const Rows& rows,
+                                                  const Place<Config::STAGES>& before) const {
+        if (!Config::PING_PONG || group == 0) barrier_wait(k_full(), place.parity);  // the others' turn comes later
+        await_turn();
+        begin_products();
+        multiply_queries_and_keys(scores, q_words(), k_words());
+        commit_products();
+        if (Config::DV > 128) scale_out(out, rows);
+        if (!Config::PING_PONG || group == 0) barrier_wait(base + Shared::v_full + 8 * before.slot, before.parity);
+        begin_products();
+        multiply_weights_and_values(out, weights, v_words(before.slot));
+        commit_products();
+        pass_turn();
+        wait_products<1>();
+        release(k_empty());
+        if (Config::SCORES) prepare_scores(scores, a.premultiply);
+    }
+
+    // The tiles but the first: scores of each beside the values of the tile before.
+    __device__ __forceinline__ void walk(const Work& work, Out& out, Weights& weights,
+                                         Rows& rows) {
+        const Sight sight = sight_of(work);
+        int tile = work.end - 2;
+        auto turn = [&](bool hidden) {
+            const Place<Config::STAGES> before = place;
+            place.next();
+            Scores scores;
+            multiply_both(scores, out, weights, rows, before);
+            release_queries_after(tile, work);
+            if (hidden) sight.hide(scores, tile, a);
+            weigh(scores, rows, a);
+            wait_products<0>();
+            release(base + Shared::v_empty + 8 * before.slot);
+            pack_weights(weights, scores);
+            if (Config::DV <= 128) scale_out(out, rows);
+        };
+        if (Config::BOUNDED) {
+#pragma unroll 1
+            for (; tile >= (Config::LEFT ? max(work.begin, work.clean_end) : work.clean_end); --tile) turn(true);
+            const int clean_begin = Config::LEFT ? max(work.begin, work.clean_begin) : 0;
+#pragma unroll 1
+            for (; tile >= clean_begin; --tile) turn(false);
+            if (Config::LEFT) {
+#pragma unroll 1
+                for (; tile >= work.begin; --tile) turn(true);
+            }
+        } else {
+#pragma unroll 1
+            for (; tile >= 0; --tile) turn(false);
+        }
+    }
+
+    // The values of the last tile, where nothing goes on beside it.
+    __device__ __forceinline__ void end(Out& out, Weights& weights, Rows& rows) {
+        if (Config::DV > 128) scale_out(out, rows);
+        barrier_wait(base + Shared::v_full + 8 * place.slot, place.parity);
+        begin_products();
+        multiply_weights_and_values(out, weights, v_words(place.slot));
+        commit_products();
+        wait_products<0>();
+        release(base + Shared::v_empty + 8 * place.slot);
+        place.next();
+    }
+
+    // Divides by the row sums and stores 64 rows; those without a key are 0.
+    __device__ __forceinline__ void store(const Work& work, Out& out, Rows& rows) {
+        const int first_row = work.first_row + 64 * group, row = first_row + warp_row() + lane() / 4;
+        float inverse[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float total = rows.total[half];
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
+            const bool dead = total == 0.f || row + 8 * half >= work.q_len;
+            inverse[half] = dead ? 0.f : 1.f / total;
+            if (a.lse != nullptr && lane() % 4 == 0 && row + 8 * half < a.q_len)
+                a.lse[(i64(work.entry) * a.q_heads + work.head) * a.q_len + row + 8 * half] =
+                    dead ? minus_infinity() : 0.693147181f * (__fmul_rn(rows.top[half], a.factor) + __log2f(total));
+            if (dead) {  // 0 even where sums are not finite
+#pragma unroll
+                for (int i = 2 * half; i < Config::DV / 2; i += 4) out[i] = out[i + 1] = 0.f;
+            }
+        }
+        const u32 to = base + Shared::o + group * (Config::OUT_OVER_Q ? Shared::Q_GROUP : Shared::O_GROUP);
+        if (!Config::OUT_OVER_Q) {
+            if (is_leader()) wait_stores_read();  // of the work before
+            meet(STORE + group, 128);
+        }
+        constexpr int STEPS = Config::PANEL / 16;
+        const int at = warp_row() + lane() % 16;
+#pragma unroll
+        for (int step = 0; step < Config::DV / 16; ++step) {
+            const float(&o)[Config::DV / 2] = out;
+            const int i = 8 * step;
+            const u32 matrices[4] = {pack(o[i] * inverse[0], o[i + 1] * inverse[0], Config::Element()),
+                                     pack(o[i + 2] * inverse[1], o[i + 3] * inverse[1], Config::Element()),
+                                     pack(o[i + 4] * inverse[0], o[i + 5] * inverse[0], Config::Element()),
+                                     pack(o[i + 6] * inverse[1], o[i + 7] * inverse[1], Config::Element())};
+            const int unit = step % STEPS * 2 + lane() / 16;
+            const int swizzled = Config::ROW_BYTES == 128 ? unit ^ (at % 8) : unit ^ (at / 2 % 4);
+            store_matrices(to + (step / STEPS * 64 + at) * Config::ROW_BYTES + 16 * swizzled, matrices);
+        }
+        fence_async();
+        meet(STORE + group, 128);
+        if (is_leader()) {
+#pragma unroll
+            for (int panel = 0; panel < Config::DV / Config::PANEL; ++panel)
+                store_box(a.out, to + panel * 64 * Config::ROW_BYTES, panel * Config::PANEL, work.head, first_row,
+                          work.entry);
+            commit_stores();
+            if (Config::OUT_OVER_Q) {
+                wait_stores_read();
+                release_queries();
+            }
+        }
+    }
+
+    __device__ __forceinline__ static void clear(Out& out) {
+#pragma unroll
+        for (int i = 0; i < Config::DV / 2; ++i) out[i] = 0.f;
+    }
+
+    __device__ __forceinline__ void run() {
+        if (Config::PING_PONG && group == 0) announce(TURN, 256);
+        Work work;
+        bool more = next_work(work);
+        while (more) {
+            Out out;
+            Rows rows;
+            clear(out), rows.reset(a);
+            await_queries();
+            if (work.begin >= work.end) {
+                store(work, out, rows);
+                // Not before all warps have met: one that has missed a phase of q_full would wait for ever.
+                if (!Config::OUT_OVER_Q) release_queries();
+                more = next_work(work);
+                continue;
+            }
+            Weights weights;
+            begin(work, weights, rows);
+            clear_dead_values(work);
+            walk(work, out, weights, rows);
+            end(out, weights, rows);
+            store(work, out, rows);
+            more = next_work(work);  // here: asked for in the condition, it takes registers that some tiles lack
+        }
+        if (is_leader()) wait_stores();
+    }
+};
+
+}  // namespace cuflash

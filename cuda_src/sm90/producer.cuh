@@ -1,0 +1,87 @@
+// One thread that fetches: work, then Q, K and V by tensor copies, as fast as places come free.
+#pragma once
+
+#include "sm90/work.cuh"
+
+namespace cuflash {
+
+__device__ __forceinline__ void produce(u32 base, int rank, const Arguments& a) {
+    constexpr int PART = Config::BN / Config::CLUSTER;  // rows of K and V that this block fetches for the cluster
+    Place<Config::STAGES> k_place(1), v_place(1);
+    Place<2> work_place(1);
+    u32 q_parity = 1;
+    Work work;
+    int kv_head = 0;
+
+    auto hand_over = [&] {
+        barrier_wait(base + Shared::work_empty + 8 * work_place.slot, work_place.parity);
+        work.put(base + Shared::works + 64 * work_place.slot);
+        barrier_arrive(base + Shared::work_full + 8 * work_place.slot);
+        work_place.next();
+    };
+    auto load = [&](u32 to, const TensorMap& map, u32 full, int column, int head, int row) {
+        if (Config::CLUSTER == 2)
+            load_box_for_pair(to, map, full, column, head, row, work.entry);
+        else
+            load_box(to, map, full, column, head, row, work.entry);
+    };
+    auto load_keys = [&](int tile) {
+        const u32 full = base + Shared::k_full + 8 * k_place.slot;
+        const u32 to = base + Shared::k + k_place.slot * Shared::K_STAGE + rank * PART * Config::ROW_BYTES;
+        barrier_wait(base + Shared::k_empty + 8 * k_place.slot, k_place.parity);
+        barrier_expect(full, Shared::K_STAGE);
+#pragma unroll
+        for (int panel = 0; panel < Config::D / Config::PANEL; ++panel)
+            load(to + panel * Config::BN * Config::ROW_BYTES, a.k, full, panel * Config::PANEL, kv_head,
+                 tile * Config::BN + rank * PART);
+        k_place.next();
+    };
+    auto load_values = [&](int tile) {
+        const u32 full = base + Shared::v_full + 8 * v_place.slot;
+        const u32 to = base + Shared::v + v_place.slot * Shared::V_STAGE + rank * PART * Config::ROW_BYTES;
+        barrier_wait(base + Shared::v_empty + 8 * v_place.slot, v_place.parity);
+        barrier_expect(full, Shared::V_STAGE);
+#pragma unroll
+        for (int panel = 0; panel < Config::DV / Config::PANEL; ++panel)
+            load(to + panel * Config::BN * Config::ROW_BYTES, a.v, full, panel * Config::PANEL, kv_head,
+                 tile * Config::BN + rank * PART);
+        v_place.next();
+    };
+
+    int ticket = blockIdx.x / Config::CLUSTER;
+    while (ticket < a.tickets) {
+        work.find(ticket, rank, a);
+        kv_head = work.head / a.group;
+        hand_over();
+        const bool any = work.begin < work.end;
+        if (any) load_keys(work.end - 1);
+#pragma unroll
+        for (int group = 0; group < Config::GROUPS; ++group) {
+            const u32 full = base + Shared::q_full + 8 * group;
+            barrier_wait(base + Shared::q_empty + 8 * group, q_parity);
+            if (!any) {  // the place of Q alone, where out may go
+                barrier_arrive(full);
+                continue;
+            }
+            barrier_expect(full, Shared::Q_GROUP);
+#pragma unroll
+            for (int panel = 0; panel < Config::D / Config::PANEL; ++panel)
+                load_box(base + Shared::q + group * Shared::Q_GROUP + panel * 64 * Config::ROW_BYTES, a.q, full,
+                         panel * Config::PANEL, work.head, work.first_row + 64 * group, work.entry);
+        }
+        q_parity ^= 1;
+#pragma unroll 1
+        for (int tile = work.end - 2; tile >= work.begin; --tile) {
+            load_keys(tile);
+            load_values(tile + 1);
+        }
+        // As many draws as tickets, after which the counter is 0 again. Asked for early: nothing waits for it here.
+        const u32 drawn = Config::DYNAMIC ? atomicInc(a.counter, a.tickets - 1) : 0;
+        if (any) load_values(work.begin);
+        ticket = (Config::DYNAMIC ? int(drawn) : ticket) + gridDim.x / Config::CLUSTER;
+    }
+    work.entry = -1;
+    hand_over();
+}
+
+}  // namespace cuflash

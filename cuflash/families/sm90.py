@@ -1,0 +1,279 @@
+"""FlashAttention-3's design on wgmma and TMA, for GPUs of compute capability 9.0.
+
+The kernel is `cuda_src/sm90/forward.cu`; this module says which problems it takes, with which tile,
+and launches it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from struct import Struct
+from typing import Any
+
+import numpy as np
+
+from ..arrays import lengths_on_device
+from ..operands import Operands
+from ..plan import Launch, Plan, Tiling
+from ..runtime import module, tensormap, tickets
+from ..runtime.device import Device
+from ..runtime.launch import launcher
+from ..runtime.specialisation import Specialisation
+from ..spec import AttentionSpec, Placement
+from . import fused
+from .sm90_tiles import Tile, buckets, choices, choose, panel
+
+_MOST_WORK = 1 << 30  # a ticket and the number of blocks, added up, fit 32 bits
+_SMS = 132  # multiprocessors of an H100 or H200, for a device that is only named
+
+# struct Arguments of cuda_src/sm90/config.cuh
+_MAPS = ("q", "k", "v", "out")
+_POINTERS = ("lse", "q_lens", "kv_lens", "counter")
+_INTS = (
+    *("q_heads", "group", "batch_heads", "q_len", "kv_len", "row_tiles", "tickets", "section"),
+    *("left", "right", "top_left"),
+)
+_FLOATS = ("factor", "premultiply", "unseen")
+_FIELDS: list[tuple[str, Any]] = [
+    *((name, (np.uint64, (tensormap.BYTES // 8,))) for name in _MAPS),
+    *((name, np.uint64) for name in _POINTERS),
+    *((name, np.int32) for name in _INTS),
+    *((name, np.float32) for name in _FLOATS),
+]
+_ARGUMENTS = np.dtype(
+    {
+        "names": [name for name, _ in _FIELDS],
+        "formats": [kind for _, kind in _FIELDS],
+        # C++ rounds the size up to the alignment of the maps, 64 bytes.
+        "itemsize": -(-np.dtype(_FIELDS, align=True).itemsize // 64) * 64,
+    },
+    align=True,
+)
+_CHANGING = Struct(f"{f'{tensormap.BYTES}s' * len(_MAPS)}{len(_POINTERS)}Q")  # from call to call
+
+
+def supports(spec: AttentionSpec, device: Device) -> list[str]:
+    reasons = []
+    if device.compute_capability is None:
+        reasons.append("needs a GPU")
+    elif device.compute_capability != (9, 0):
+        major, minor = device.compute_capability
+        reasons.append(f"needs compute capability 9.0, not {major}.{minor}")
+    reasons += fused.reasons_against(spec)
+    reasons += [
+        f"takes multiples of 8 as {name}, not {getattr(spec, name)}"
+        for name in ("head_dim", "head_dim_v")
+        if getattr(spec, name) % 8
+    ]
+    if not spec.is_empty:
+        if spec.kv_len == 0:
+            reasons.append("needs keys")
+        reasons += [
+            f"{name}: {reason}"
+            for name, (shape, place) in _arrays(spec).items()
+            if 0 not in shape
+            for reason in tensormap.reasons_against(shape, place.strides, place.aligned)
+        ]
+    if spec.batch * spec.q_heads * -(-spec.q_len // 64) >= _MOST_WORK:
+        reasons.append(f"takes less than {_MOST_WORK} tiles of 64 rows")
+    return reasons
+
+
+def why(spec: AttentionSpec, device: Device) -> str:
+    return "fused kernel of FlashAttention-3's design on wgmma and TMA"
+
+
+def plan(spec: AttentionSpec, device: Device) -> Tiling:
+    variant = _Variant.of(spec)
+    tile = variant.tile
+    work = spec.batch * spec.q_heads * _row_tiles(spec, tile)
+    launch = Launch(
+        _specialisation(variant),
+        blocks=min((device.sm_count or _SMS) // tile.cluster, work) * tile.cluster,
+        threads=128 * (tile.groups + 1),
+        shared_memory=tile.shared_memory(variant.head_dim, variant.head_dim_v),
+    )
+    note = f"{tile.groups} warpgroups"
+    if tile.cluster > 1:
+        note += f", clusters of {tile.cluster}"
+    if variant.bounded:
+        note += ", work by tickets"
+    return Tiling(tile.q_rows, tile.keys, 1, 4 if variant.bounded else 0, note, launch)
+
+
+def prepare(plan: Plan) -> Callable[[Operands], None]:
+    spec, launch = plan.spec, plan.tiling.launch
+    assert launch is not None
+    variant = _Variant.of(spec)
+    kernel = module.load(launch.module, plan.device).function(launch.module.name)
+    queue = launcher(
+        kernel, launch.blocks, launch.threads, launch.shared_memory, _CHANGING,
+        _lasting_arguments(spec, variant.tile).tobytes(),
+    )  # fmt: skip
+    layouts = _layouts(spec, variant)
+    q_layout, k_layout, v_layout, out_layout = (layouts[name] for name in _MAPS)
+    counters = tickets.counters(plan.device.index) if variant.bounded else None
+
+    def run(operands: Operands) -> None:
+        lse, q_lens, kv_lens = operands.lse, operands.q_lens, operands.kv_lens
+        if q_lens is not None:
+            q_lens = lengths_on_device(q_lens)
+        if kv_lens is not None:
+            kv_lens = lengths_on_device(kv_lens)
+        queue(
+            tensormap.at(q_layout, operands.q.data.ptr),
+            tensormap.at(k_layout, operands.k.data.ptr),
+            tensormap.at(v_layout, operands.v.data.ptr),
+            tensormap.at(out_layout, operands.out.data.ptr),
+            0 if lse is None else lse.data.ptr,
+            0 if q_lens is None else q_lens.data.ptr,
+            0 if kv_lens is None else kv_lens.data.ptr,
+            0 if counters is None else counters.address(),
+        )
+
+    return run
+
+
+def specialisations(
+    device: Device, head_dims: Sequence[int], dtypes: Sequence[str]
+) -> list[Specialisation]:
+    if device.compute_capability != (9, 0):
+        return []
+    taken = [dim for dim in head_dims if dim % 8 == 0]
+    pairs = dict.fromkeys(buckets(dim, dim_v) for dim in taken for dim_v in taken)
+    # Tiles of different rows may be the same but for their reasons.
+    found = dict.fromkeys(
+        _specialisation(_Variant(*pair, dtype, bounded, left, scores, lengths, tile))
+        for pair in pairs
+        for dtype in dtypes
+        if dtype in fused.ELEMENT
+        for bounded, left in ((False, False), (True, False), (True, True))
+        for scores in (_PLAIN, _MULTIPLIED, _CAPPED)
+        for tile in choices(pair, bounded, scores == _CAPPED)
+        for lengths in (False, True)
+    )
+    return list(found)
+
+
+# What the kernel does to raw scores before it takes maxima.
+_PLAIN, _MULTIPLIED, _CAPPED = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What the kernel is compiled for: buckets of the head dims, what its loop has to do, and the
+    tile.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    bounded: bool
+    left: bool  # a window with a left bound
+    scores: int
+    lengths: bool
+    tile: Tile
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> _Variant:
+        bounded = (spec.left, spec.right) != (None, None)
+        pair = buckets(spec.head_dim, spec.head_dim_v)
+        premultiply, _ = spec.score_factors
+        multiplied = _PLAIN if premultiply is None else _MULTIPLIED
+        scores = _CAPPED if spec.softcap is not None else multiplied
+        tile = choose(pair, bounded, scores == _CAPPED, spec.kv_len)
+        if tile.cluster > 1 and spec.q_len <= tile.q_rows:
+            tile = replace(tile, cluster=1)  # else one of each pair would have no rows
+        lengths = spec.has_q_lens or spec.has_kv_lens
+        left = spec.left is not None
+        return cls(*pair, spec.dtype, bounded, left, scores, lengths, tile)
+
+
+@functools.lru_cache(maxsize=1024)  # the same for every length
+def _specialisation(variant: _Variant) -> Specialisation:
+    """The module of a variant."""
+    tile = variant.tile
+    marks = {
+        "bounded": variant.bounded,
+        "left": variant.left,
+        "scaled": variant.scores == _MULTIPLIED,
+        "softcap": variant.scores == _CAPPED,
+        "lengths": variant.lengths,
+        f"{tile.q_rows}x{tile.keys}": True,
+        "turns": tile.ping_pong,
+        "pair": tile.cluster > 1,
+    }
+    dims = variant.head_dim, variant.head_dim_v
+    name = fused.module_name("sm90", dims, variant.dtype, marks)
+    config: tuple[tuple[str, int | bool | str], ...] = (
+        ("element", fused.ELEMENT[variant.dtype]),
+        ("head_dim", variant.head_dim),
+        ("head_dim_v", variant.head_dim_v),
+        ("keys", tile.keys),
+        ("groups", tile.groups),
+        ("cluster", tile.cluster),
+        ("ping_pong", tile.ping_pong),
+        ("out_over_q", tile.out_over_q),
+        ("bounded", variant.bounded),
+        ("left", variant.left),
+        ("scores", variant.scores),
+        ("lengths", variant.lengths),
+        ("shared_memory", tile.shared_memory(*dims)),
+    )
+    return Specialisation("sm90/forward.cu", name, config, exact_arch=True)
+
+
+def _row_tiles(spec: AttentionSpec, tile: Tile) -> int:
+    """Pieces of work of a head: a tile of rows for each block of a cluster."""
+    return -(-spec.q_len // (tile.q_rows * tile.cluster))
+
+
+def _arrays(spec: AttentionSpec) -> dict[str, tuple[tuple[int, int, int, int], Placement]]:
+    """Shape and placement of each array that is moved by boxes."""
+    q, kv = (spec.batch, spec.q_heads, spec.q_len), (spec.batch, spec.kv_heads, spec.kv_len)
+    return {
+        "q": ((*q, spec.head_dim), spec.q),
+        "k": ((*kv, spec.head_dim), spec.k),
+        "v": ((*kv, spec.head_dim_v), spec.v),
+        "out": ((*q, spec.head_dim_v), spec.out),
+    }
+
+
+def _layouts(spec: AttentionSpec, variant: _Variant) -> dict[str, tensormap.Layout]:
+    """Each array in boxes: the rows of a warpgroup, or a block's share of a tile of keys."""
+    swizzle_bytes = 2 * panel(variant.head_dim, variant.head_dim_v)
+    key_rows = variant.tile.keys // variant.tile.cluster
+    rows = {"q": 64, "k": key_rows, "v": key_rows, "out": 64}
+    return {
+        name: tensormap.Layout.of(spec.dtype, shape, place.strides, rows[name], swizzle_bytes)
+        for name, (shape, place) in _arrays(spec).items()
+    }
+
+
+_L2_SHARE = 32 << 20  # bytes of the L2 cache for K and V of the heads at work
+
+
+def _section(spec: AttentionSpec) -> int:
+    """Heads whose K and V stay in the L2 cache together."""
+    of_head = spec.kv_len * (spec.head_dim + spec.head_dim_v) * spec.item_size
+    kv_heads = 1 << (max(_L2_SHARE // of_head, 1).bit_length() - 1)
+    return min(kv_heads * spec.group, spec.batch * spec.q_heads)
+
+
+def _lasting_arguments(spec: AttentionSpec, tile: Tile) -> np.ndarray[Any, Any]:
+    """`struct Arguments` without what changes with each call."""
+    arguments = np.zeros((), _ARGUMENTS)
+    for name in ("q_heads", "group", "q_len", "kv_len", "top_left"):
+        arguments[name] = getattr(spec, name)
+    arguments["batch_heads"] = spec.batch * spec.q_heads
+    arguments["row_tiles"] = _row_tiles(spec, tile)
+    arguments["tickets"] = spec.batch * spec.q_heads * _row_tiles(spec, tile)
+    arguments["section"] = _section(spec)
+    arguments["left"], arguments["right"] = fused.window_bounds(spec)
+    premultiply, factor = spec.score_factors
+    arguments["premultiply"] = premultiply or 0.0
+    arguments["factor"] = factor
+    arguments["unseen"] = fused.unseen(factor)
+    return arguments

@@ -1,0 +1,160 @@
+"""What the sm90 kernel works on at a time, chosen by head dims, masks and length.
+
+A row of the table fits the registers and the shared memory of a multiprocessor of compute
+capability 9.0, or it is not compiled: `infeasible` says why, and tests ask it of every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A row of the tile table: what a block works on, how, and why.
+
+    `groups` are the warpgroups that multiply, 64 query rows each; one more loads.
+    """
+
+    keys: int
+    groups: int
+    cluster: int = 1  # blocks that share what they load of K and V
+    ping_pong: bool = False  # warpgroups take turns to issue products
+    out_over_q: bool = False  # the output leaves through Q's shared memory, not its own
+    capped_takes: int = 0  # keys whose registers it takes to cap scores
+    why: str = ""
+
+    def capped(self) -> Tile:
+        """The same for scores that are capped."""
+        return replace(self, keys=self.keys - self.capped_takes, capped_takes=0)
+
+    @property
+    def q_rows(self) -> int:
+        """Query rows of a block."""
+        return 64 * self.groups
+
+    def registers(self, head_dim_v: int) -> int:
+        """Registers a thread for scores, weights and output, without those beside them."""
+        return self.keys // 2 + self.keys // 4 + head_dim_v // 2
+
+    def shared_memory(self, head_dim: int, head_dim_v: int) -> int:
+        """Bytes a block: Q, the rings of K and V, the output, and 1,024 for barriers and work."""
+        parts = [
+            self.q_rows * head_dim * 2,
+            _STAGES * self.keys * head_dim * 2,
+            _STAGES * self.keys * head_dim_v * 2,
+            0 if self.out_over_q else self.q_rows * head_dim_v * 2,
+        ]
+        return sum(-(-part // 1024) * 1024 for part in parts) + 1024
+
+
+_STAGES = 2  # tiles of K, and of V, in flight
+_SHARED_MEMORY = 232_448  # most of a block on 9.0
+# Registers of a thread for what `Tile.registers` counts, by groups: of 232 and 160, without the 24
+# to 28 beside them. Compiled, 208 and 132 did not spill; 220 and 136 did.
+_REGISTERS = {2: 208, 3: 132}
+_STEP = 16  # keys that one product of weights and V takes
+
+
+def infeasible(tile: Tile, head_dim: int, head_dim_v: int) -> list[str]:
+    """Why a tile can't be compiled or run for buckets of the head dims; empty when it can."""
+    reasons = []
+    if tile.groups not in _REGISTERS:
+        reasons.append(f"{tile.groups} warpgroups that multiply: expected 2 or 3")
+    elif tile.registers(head_dim_v) > _REGISTERS[tile.groups]:
+        needed, most = tile.registers(head_dim_v), _REGISTERS[tile.groups]
+        reasons.append(f"{needed} registers a thread: {tile.groups} warpgroups leave {most}")
+    if tile.shared_memory(head_dim, head_dim_v) > _SHARED_MEMORY:
+        needed = tile.shared_memory(head_dim, head_dim_v)
+        reasons.append(f"{needed} bytes of shared memory: a block has {_SHARED_MEMORY}")
+    if not _STEP <= tile.keys <= 256 or tile.keys % _STEP:
+        reasons.append(f"{tile.keys} keys: expected a multiple of {_STEP} up to 256")
+    reasons += [
+        f"head dim {dim}: expected a multiple of 32 up to 256"
+        for dim in dict.fromkeys((head_dim, head_dim_v))
+        if not 32 <= dim <= 256 or dim % 32
+    ]
+    if tile.cluster not in (1, 2):
+        reasons.append(f"clusters of {tile.cluster}: expected 1 or 2")
+    if tile.out_over_q and head_dim_v > head_dim:
+        reasons.append("the output is larger than Q, whose place it would take")
+    return reasons
+
+
+_ANY = 1 << 31  # keys: more than there are
+# By buckets of (head_dim, head_dim_v): up to how many keys, which tile. Ratios are to the better of
+# FlashAttention-3 and cuDNN in the same run on an H200, in each of two runs, or in one: float16,
+# batch * seq = 16,384, hidden 2,048; geometric means over the lengths of the row, from seq 512 to
+# 16,384 by factors of 2, or 1,024, 4,096 and 16,384 for the head dims 96 and 192. Since then 80
+# keys at head dim 128 have gained 3 %, others 0 to 1.
+_FULL = {
+    (64, 64): (
+        (_ANY, Tile(128, 3, ping_pong=True, capped_takes=16, why="1.05, 1.06; 112 keys 1.02")),
+    ),
+    (96, 96): ((_ANY, Tile(112, 3, ping_pong=True, capped_takes=16, why="1.20; 2 groups 1.13")),),
+    (128, 128): (
+        (1024, Tile(128, 2, why="1.07, 1.07; three groups 0.95, 1.04")),
+        (_ANY, Tile(80, 3, ping_pong=True, capped_takes=16, why="1.07, 1.08; 2 groups 1.05, 1.04")),
+    ),
+    (192, 128): ((_ANY, Tile(128, 2, ping_pong=True, out_over_q=True, why="1.25; 96 keys 1.22")),),
+    (192, 192): ((_ANY, Tile(96, 2, ping_pong=True, out_over_q=True, why="1.04; 80 keys 1.00")),),
+    (256, 256): (
+        (1024, Tile(64, 2, out_over_q=True, why="1.05, 1.05; pairs 1.04, 1.04")),
+        (_ANY, Tile(64, 2, cluster=2, ping_pong=True, out_over_q=True,
+                    why="1.01, 1.04; alone 1.02, 1.02; 80 keys 1.00")),
+    ),
+}  # fmt: skip
+_BOUNDED = {
+    (64, 64): (
+        (1024, Tile(128, 2, ping_pong=True, why="0.99, 1.01; 3 groups 0.91, 0.92")),
+        (_ANY, Tile(128, 3, ping_pong=True, capped_takes=32, why="1.05, 1.05; 2 groups 0.94")),
+    ),
+    (96, 96): ((_ANY, Tile(96, 3, ping_pong=True, why="1.20; 112 keys 1.14")),),
+    (128, 128): (
+        (4096, Tile(128, 2, ping_pong=True, why="1.06, 1.06; 3 groups 0.93, 0.94")),
+        (_ANY, Tile(80, 3, ping_pong=True, why="1.06, 1.03; 2 groups 1.04, 1.01")),
+    ),
+    (192, 128): (
+        (_ANY, Tile(128, 2, ping_pong=True, out_over_q=True, why="1.21; pairs 1.18")),
+    ),
+    (192, 192): (
+        (_ANY, Tile(80, 2, ping_pong=True, out_over_q=True,
+                    why="1.02; 96 keys 1.01")),
+    ),
+    (256, 256): (
+        (_ANY, Tile(64, 2, ping_pong=True, out_over_q=True,
+                    why="1.03, 1.04; not by turns 1.04, 1.02; 80 keys 1.00; pairs 0.99")),
+    ),
+}  # fmt: skip
+_BUCKETS = (64, 96, 128, 192, 256)
+_UNEQUAL = ((192, 128),)  # buckets that are taken as they are; others are as wide as the larger
+
+
+def buckets(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """What the kernel is compiled for; columns beyond the head dims are loaded as zeros."""
+    pair = _bucket(head_dim), _bucket(head_dim_v)
+    return pair if pair in _UNEQUAL else (max(pair), max(pair))
+
+
+def _bucket(dim: int) -> int:
+    return next(bucket for bucket in _BUCKETS if dim <= bucket)
+
+
+def choose(pair: tuple[int, int], bounded: bool, capped: bool, kv_len: int) -> Tile:
+    """The tile of a pair of buckets for so many keys."""
+    rows = (_BOUNDED if bounded else _FULL)[pair]
+    tile = next(tile for most, tile in rows if kv_len <= most)
+    return tile.capped() if capped else tile
+
+
+def choices(pair: tuple[int, int], bounded: bool, capped: bool) -> Iterable[Tile]:
+    """Every tile that `choose` answers with, and those of its pairs that stay alone."""
+    rows = [tile for _, tile in (_BOUNDED if bounded else _FULL)[pair]]
+    tiles = [tile.capped() for tile in rows] if capped else rows
+    return dict.fromkeys(replace(tile, cluster=n) for tile in tiles for n in (tile.cluster, 1))
+
+
+def panel(head_dim: int, head_dim_v: int) -> int:
+    """Columns that lie together in shared memory, and are copied at a time."""
+    return 64 if head_dim % 64 == head_dim_v % 64 == 0 else 32

@@ -1,0 +1,36 @@
+"""The generated header of warpgroup products is the generator's, and holds what the tiles need."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from cuflash.families import sm90_tiles
+from cuflash.runtime import source
+
+GENERATOR = Path(__file__).resolve().parent.parent / "tools" / "generate_wgmma.py"
+HEADER = "common/ptx_wgmma.cuh"
+
+
+@pytest.mark.skipif(not GENERATOR.exists(), reason="the generator is in the repository only")
+def test_the_header_is_the_generators() -> None:
+    generated = runpy.run_path(str(GENERATOR))["text"]()
+    assert source.read(HEADER) == generated, "run python tools/generate_wgmma.py"
+
+
+def test_every_tile_finds_its_products() -> None:
+    text = source.read(HEADER)
+    shapes = {
+        (name, 2 * int(count), operand)
+        for name, count, operand in re.findall(
+            r"void (multiply_\w+)\(float \(&sums\)\[(\d+)\], ([^,]+),", text
+        )
+    }
+    for pair, bounded, capped in itertools.product(sm90_tiles._FULL, (False, True), (False, True)):
+        for tile in sm90_tiles.choices(pair, bounded, capped):
+            assert ("multiply_keys", tile.keys, "u64 a") in shapes
+            assert ("multiply_values", pair[1], "const u32 (&a)[4]") in shapes
