@@ -22,6 +22,7 @@ from comparison import (
 )
 
 import cuflash
+from cuflash.families import sm90_tiles
 
 FLOATS = ("float16", "bfloat16", "float32")
 # Shape of a mask or bias over (batch, heads, q_len, kv_len): which axes it has in full, b1qk style.
@@ -39,6 +40,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "negative scale": {"scale": -0.2},
     "zero scale": {"scale": 0.0},
     "capped causal": {"softcap": 0.7, "causal": True},
+}
+# Which `problems` leaves out. The window is wider than a tile of rows and two of keys, so that some
+# key tiles are seen whole.
+MORE_OPTIONS: dict[str, dict[str, Any]] = {
+    "negative causal": {"scale": -0.2, "causal": True},
+    "wide window": {"window": (400, 5)},
+    "capped wide window": {"window": (400, 5), "softcap": 0.7},
+    "negative wide window": {"window": (400, 5), "scale": -0.2},
 }
 
 
@@ -96,7 +105,7 @@ def host_call(problem: Problem, seed: int = 0) -> HostCall:
     q = values_of(rng, shape_of(p.rank, p.layout, batch, heads, p.q_len, p.dim), dtype)
     k = values_of(rng, shape_of(p.rank, p.layout, batch, kv_heads, p.kv_len, p.dim), dtype)
     v = away_from_zero(rng, shape_of(p.rank, p.layout, batch, kv_heads, p.kv_len, p.dim_v), dtype)
-    options = dict(OPTIONS[p.options], layout=p.layout)
+    options = dict((OPTIONS | MORE_OPTIONS)[p.options], layout=p.layout)
     lengths = {"b": batch, "h": heads, "q": p.q_len, "k": p.kv_len, "1": 1}
     if p.mask is not None:
         mask = np.asarray(rng.random([lengths[axis] for axis in p.mask]) < 0.6)
@@ -185,3 +194,41 @@ def problems() -> list[Problem]:
                 found.append(Problem(dtype, rank=rank, layout=layout, options=next(options)))
                 found.append(Problem(dtype, rank=rank, layout=layout, mask=pattern, bias=pattern))
     return list({str(problem): problem for problem in found}.values())
+
+
+def problems_of_sm90() -> list[Problem]:
+    """Each row of its tile table in each way: all its kernels, with `used_lengths` and without."""
+    masks = {
+        "full": (sm90_tiles._FULL, ("full", "softcap", "negative scale")),
+        "causal": (sm90_tiles._BOUNDED, ("causal", "capped causal", "negative causal")),
+        "window": (
+            sm90_tiles._BOUNDED,
+            ("wide window", "capped wide window", "negative wide window"),
+        ),
+    }
+    found = []
+    for table, ways in masks.values():
+        for (dim, dim_v), rows in table.items():
+            fewer = 0  # keys, up to which the row before serves
+            for most, tile in rows:
+                kv_len = fewer + 701  # several tiles, the last of which is cut
+                assert kv_len <= most
+                for q_len in (300, 100) if tile.cluster > 1 else (300,):  # pairs may stay alone
+                    found += [
+                        Problem(
+                            dtype, q_len=q_len, kv_len=kv_len, dim=dim, dim_v=dim_v, options=way
+                        )
+                        for way in ways
+                        for dtype in ("float16", "bfloat16")
+                    ]
+                fewer = most
+    return found
+
+
+def used_lengths(problem: Problem) -> dict[str, list[int]]:
+    """Fewer keys in one batch entry, and fewer rows in the other."""
+    assert problem.batch == 2
+    return {
+        "q_lens": [problem.q_len, problem.q_len // 2 + 1],
+        "kv_lens": [problem.kv_len - 500, problem.kv_len],
+    }
