@@ -1,6 +1,9 @@
-"""Times a GPU family beside torch's FlashAttention-2 and cuDNN, and checks both against float64.
+"""Times a GPU family beside its peers, and checks all against float64.
 
-    python bench/forward_vs_torch.py [--kernel auto] [--json FILE]
+    python bench/forward.py [--kernel auto] [--peers fa3,cudnn] [--dtypes ...] [--seqs ...]
+
+Peers are FlashAttention-2 and cuDNN as torch has them, and FlashAttention-3, whose package
+`flash_attn_interface` has to be installed.
 
 Forward, batch * seq = 16,384 and heads * dim = 2,048, random normal inputs. A time is the median
 over ROUNDS of CUDA events around WINDOW_MS of calls, after SETTLE_MS of the same calls unmeasured:
@@ -12,21 +15,26 @@ heads * seq^2 * dim, half when causal. Errors are relative L2 on the last 64 row
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import cupy
+import ml_dtypes  # noqa: F401 - names bfloat16
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cuflash
 
 TOKENS, HIDDEN = 16384, 2048
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+PEERS = ("fa2", "fa3", "cudnn")
+DTYPES = ("float16", "bfloat16")
 DIMS = (64, 128, 256)
 ROUNDS, SETTLE_MS, WINDOW_MS = 7, 45.0, 15.0
 
@@ -57,7 +65,7 @@ def median_ms(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 def error_of(out: Any, q: Any, k: Any, v: Any, causal: bool) -> float:
     """Relative L2 error of the last 64 rows of the last head."""
-    rows = 64
+    rows = min(64, q.shape[-2])
     scores = q[-1, -1, -rows:].double() @ k[-1, -1].double().T * q.shape[-1] ** -0.5
     if causal:
         hidden = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[1] - rows + 1)
@@ -66,14 +74,22 @@ def error_of(out: Any, q: Any, k: Any, v: Any, causal: bool) -> float:
     return float((out[-1, -1, -rows:].double() - exact).norm() / exact.norm())
 
 
-def measure(kernel: str, dtype: Any, dim: int, seq: int, causal: bool) -> dict[str, Any]:
+def measure(
+    kernel: str, peers: Sequence[str], dtype: Any, dim: int, seq: int, causal: bool
+) -> dict[str, Any]:
     """Times and errors of one cell."""
     shape = (TOKENS // seq, HIDDEN // dim, seq, dim)
     q, k, v = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
     out = torch.empty_like(q)
+    # Once, since it takes the host longer than short problems take the device.
+    arrays = [
+        cupy.from_dlpack(tensor.view(torch.int16)).view(str(dtype).removeprefix("torch."))
+        for tensor in (q, k, v, out)
+    ]
 
     def ours() -> Any:
-        return cuflash.attention(q, k, v, causal=causal, kernel=kernel, out=out)
+        cuflash.attention(*arrays[:3], causal=causal, kernel=kernel, out=arrays[3])
+        return out
 
     def torch_by(backend: Any) -> Callable[[], Any]:
         def call() -> Any:
@@ -87,6 +103,12 @@ def measure(kernel: str, dtype: Any, dim: int, seq: int, causal: bool) -> dict[s
         "fa2": torch_by(SDPBackend.FLASH_ATTENTION),
         "cudnn": torch_by(SDPBackend.CUDNN_ATTENTION),
     }
+    if "fa3" in peers:
+        from flash_attn_interface import flash_attn_func
+
+        rows_first = [array.transpose(1, 2).contiguous() for array in (q, k, v)]  # as it takes them
+        ways["fa3"] = lambda: flash_attn_func(*rows_first, causal=causal).transpose(1, 2)
+    ways = {name: ways[name] for name in ("cuflash", *peers)}
     errors = {name: error_of(way(), q, k, v, causal) for name, way in ways.items()}
     times = median_ms(ways)
     flops = 4 * shape[0] * shape[1] * seq**2 * dim / (2 if causal else 1)
@@ -101,33 +123,62 @@ def measure(kernel: str, dtype: Any, dim: int, seq: int, causal: bool) -> dict[s
     }
 
 
+def _names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """A reader of names between commas, each of which has to be known."""
+
+    def read(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"got {name!r}; expected {', '.join(known)}")
+        return names
+
+    return read
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    for word in text.split(","):
+        if not word.isdecimal() or int(word) < 1 or TOKENS % int(word):
+            raise argparse.ArgumentTypeError(f"got {word!r}; expected divisors of {TOKENS:,}")
+    return tuple(map(int, text.split(",")))
+
+
 def main() -> None:
-    """Print a row a cell, and the geometric mean of the ratio to FlashAttention-2."""
+    """Print a row a cell, and the geometric means of the ratios to each peer."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kernel", default="auto")
+    parser.add_argument(
+        "--peers", type=_names_of(PEERS), default=("fa2", "cudnn"), help=", ".join(PEERS)
+    )
+    parser.add_argument("--dtypes", type=_names_of(DTYPES), default=DTYPES, help=", ".join(DTYPES))
+    parser.add_argument("--seqs", type=_lengths, default=LENGTHS, help=f"divisors of {TOKENS:,}")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    ways = ("cuflash", *options.peers)
     print(f"{cuflash.info()}\ntorch {torch.__version__}\n")
-    print("dtype    dim   seq mask    cuflash  FA2  cuDNN   to FA2   errors: cuflash  FA2")
+    heads = " ".join(f"{way:>7}" for way in ways)
+    print(f"TFLOP/s, and relative L2 errors\ndtype    dim   seq mask   {heads}  to best  {heads}")
     cells = []
-    for dtype in (torch.float16, torch.bfloat16):
-        for dim in DIMS:
-            for seq in LENGTHS:
-                for causal in (False, True):
-                    cell = measure(options.kernel, dtype, dim, seq, causal)
-                    cells.append(cell)
-                    rates, errors = cell["tflops"], cell["errors"]
-                    print(
-                        f"{cell['dtype']:<8} {dim:>3} {seq:>5} {'causal' if causal else 'full':<6} "
-                        f"{rates['cuflash']:>8.0f} {rates['fa2']:>4.0f} {rates['cudnn']:>6.0f} "
-                        f"{rates['cuflash'] / rates['fa2']:>8.3f} "
-                        f"{errors['cuflash']:>17.1e} {errors['fa2']:>.1e}",
-                        flush=True,
-                    )
-    ratios = [cell["tflops"]["cuflash"] / cell["tflops"]["fa2"] for cell in cells]
-    print(
-        f"geometric mean to FA2: {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}"
-    )
+    for dtype, dim, seq, causal in itertools.product(
+        options.dtypes, DIMS, options.seqs, (False, True)
+    ):
+        cell = measure(options.kernel, options.peers, getattr(torch, dtype), dim, seq, causal)
+        cells.append(cell)
+        mask = "causal" if causal else "full"
+        rates = " ".join(f"{cell['tflops'][way]:>7.0f}" for way in ways)
+        errors = " ".join(f"{cell['errors'][way]:>7.1e}" for way in ways)
+        to_best = cell["tflops"]["cuflash"] / max(cell["tflops"][peer] for peer in options.peers)
+        print(
+            f"{dtype:<8} {dim:>3} {seq:>5} {mask:<6} {rates} {to_best:>8.3f}  {errors}",
+            flush=True,
+        )
+    for peer in options.peers:
+        ratios = [cell["tflops"]["cuflash"] / cell["tflops"][peer] for cell in cells]
+        errors = [cell["errors"]["cuflash"] / cell["errors"][peer] for cell in cells]
+        print(
+            f"to {peer}: geometric mean {statistics.geometric_mean(ratios):.3f}, least "
+            f"{min(ratios):.3f}; errors {statistics.geometric_mean(errors):.3f}"
+        )
     if options.json:
         record = {"info": cuflash.info().to_dict(), "torch": torch.__version__, "cells": cells}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
