@@ -201,7 +201,7 @@ def test_references_beyond_2_24_move_by_what_lies_between_them(
     arrays = [array.astype(as_dtype) for array in (q, k, v)]
     expected, _ = oracle.attention(*arrays, scale=0.125)
     out = cuflash.attention(*(place(cupy, a) for a in arrays), scale=0.125, kernel=family)
-    np.testing.assert_allclose(out.get().astype(np.float64), expected, atol=2e-3, rtol=8e-3)
+    np.testing.assert_allclose(out.get().astype(np.float64), expected, atol=5e-4, rtol=4e-3)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -14,7 +14,7 @@
 //                                 sides 2 * M * BN of weights.
 //
 // Scores live in units of log2: weight = 2^(s * factor - top), where top is a row's largest so far. A stale reference would
-// save most of the rescaling, at an error 3 % larger: weights just below a power of two, as the largest now are, round best.
+// save most of the rescaling, at an error 3 % larger: a row's largest weight, now 1 exactly, would be rounded too.
 
 #include "common/tanh.cuh"
 
