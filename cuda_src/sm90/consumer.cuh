@@ -49,8 +49,7 @@ struct Consumer {
     __device__ __forceinline__ bool next_work(Work& work) {
         barrier_wait(base + Shared::work_full + 8 * work_place.slot, work_place.parity);
         work.get(base + Shared::works + 64 * work_place.slot);
-        __syncwarp();
-        if (lane() == 0) barrier_arrive(base + Shared::work_empty + 8 * work_place.slot);
+        barrier_arrive(base + Shared::work_empty + 8 * work_place.slot);  // every reader: a warp need not meet here
         work_place.next();
         return work.entry >= 0;
     }

@@ -31,7 +31,7 @@ __device__ __forceinline__ void forward(const Arguments& a) {
         }
         for (int i = 0; i < 2; ++i) {
             barrier_init(base + Shared::work_full + 8 * i, 1);
-            barrier_init(base + Shared::work_empty + 8 * i, 4 * Config::GROUPS);
+            barrier_init(base + Shared::work_empty + 8 * i, 128 * Config::GROUPS);
         }
         publish_barriers();
     }
