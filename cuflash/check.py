@@ -73,9 +73,9 @@ PROBLEMS = (
     Problem("dim 256", (1, 2, 2, 150, 290, 256, 256), (("causal", True),)),
     Problem("dim 128, many keys", (1, 2, 1, 300, 1200, 128, 128)),
     Problem("dim 256, many keys", (1, 2, 1, 300, 1200, 256, 256)),
-    Problem(  # more tiles of rows than multiprocessors, and few keys to keep it cheap
+    Problem(  # more tiles of rows than fit a GPU at once, and few keys to keep it cheap
         "many queries",
-        (1, 8, 2, 3000, 150, 64, 64),
+        (1, 8, 2, 6000, 150, 64, 64),
         (("causal", True), ("causal_align", "top_left")),
     ),
 )

@@ -11,8 +11,6 @@ from cuflash import ArrayInfo, Plan, check
 from cuflash.families import sm90
 from cuflash.runtime.device import named
 
-SMS = 132  # multiprocessors of an H100 or H200
-
 
 def plan_of(problem: Problem, **lens: Any) -> Plan:
     p = problem
@@ -61,6 +59,7 @@ def test_check_reaches_pairs_three_groups_and_drawn_tickets() -> None:
             reached.add("several tiles of a pair")
         if config["groups"] == 3 and config["head_dim"] == 128:
             reached.add("three warpgroups at head dim 128")
-        if config["bounded"] and problem.shape[0] * problem.shape[1] * row_tiles > 1.4 * SMS:
+        packs = problem.shape[0] * problem.shape[1] // plan.tiling.heads
+        if config["bounded"] and packs * row_tiles > 1.4 * plan.tiling.launch.blocks:
             reached.add("drawn tickets")
     assert len(reached) == 3, reached

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from types import ModuleType
 from typing import Any
 
@@ -58,6 +59,17 @@ def own_problems() -> list[Problem]:
             for way in ("full", "causal", "top-left", "window", "left window", "right window")
             for q_len, kv_len, dim in ((1, 513, 64), (129, 600, 128), (300, 40, 64), (64, 64, 256))
         ]
+    # Heads that share keys, which sm90 lays side by side, in tiles that they fill or not.
+    groups = ((4, 2), (6, 2), (8, 2), (5, 1), (7, 1), (24, 2), (40, 1), (64, 1), (130, 1))
+    dtypes, dims = cycle(DTYPES), cycle((64, 128, 256))
+    for heads, kv_heads in groups:
+        for q_len in (1, 5, 200):
+            for way in ("full", "causal", "window", "left window"):
+                dim = next(dims)
+                found.append(
+                    Problem(next(dtypes), heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=333,
+                            dim=dim, dim_v=dim, options=way)
+                )  # fmt: skip
     return found
 
 
@@ -80,7 +92,8 @@ def assert_tickets_are_drawn(family: str, *arrays: Any, **options: Any) -> None:
     plan = cuflash.explain(*arrays, **options, kernel=family)
     assert plan.tiling.launch is not None
     row_tiles = -(-plan.spec.q_len // plan.tiling.q_rows)
-    assert plan.spec.batch * plan.spec.q_heads * row_tiles > 3 * plan.tiling.launch.blocks
+    packs = plan.spec.batch * plan.spec.q_heads // plan.tiling.heads
+    assert packs * row_tiles > 3 * plan.tiling.launch.blocks
 
 
 @pytest.mark.parametrize("problem", [*problems(), *own_problems()], ids=str)
@@ -148,6 +161,20 @@ def test_lengths_hide_what_lies_beyond(
         lens = {name: cupy.asarray(value, np.int64).repeat(2)[::2] for name, value in lens.items()}
     out, lse = attend(cupy, call, **lens, kernel=family)
     assert_agrees(call, out, lse, q_lens=q_lens, kv_lens=kv_lens)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (6, 2), (16, 1)])
+@pytest.mark.parametrize("way", ["full", "causal", "window"])
+def test_lengths_of_heads_that_share_keys(
+    way: str, heads: tuple[int, int], family: str, cupy: ModuleType
+) -> None:
+    shared = Problem(batch=4, heads=heads[0], kv_heads=heads[1], options=way, q_len=90, kv_len=300)
+    call = host_call(shared)
+    lens: dict[str, Any] = {"q_lens": [90, 0, 17, 3], "kv_lens": [300, 40, 0, 129]}
+    for entry, length in enumerate(lens["kv_lens"]):
+        call.k[entry, :, length:] = np.nan
+        call.v[entry, :, length:] = np.nan
+    assert_agrees(call, *attend(cupy, call, **lens, kernel=family), **lens)
 
 
 def test_lengths_on_the_device_are_clamped(family: str, cupy: ModuleType) -> None:

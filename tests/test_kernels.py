@@ -17,7 +17,7 @@ from cuflash.runtime.ptxas import Resources
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 FEW = 20  # modules of a family, more of which would take minutes for all architectures
-TILE = ("keys", "groups", "cluster", "ping_pong")  # of the sm90 family
+TILE = ("keys", "groups", "cluster", "resident", "ping_pong")  # of the sm90 family
 COMPILED = {("standard", arch) for arch in ARCHITECTURES} | {("sm90", "sm_90")}
 
 
@@ -126,6 +126,7 @@ def test_kernels_for_one_architecture_alone_are_compiled_for_it() -> None:
         "keys",
         "groups",
         "cluster",
+        "resident",
         "left",
         "bounded",
         "scores",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from struct import Struct
 from types import SimpleNamespace
@@ -113,9 +114,10 @@ def test_every_argument_reaches_the_kernel(kernel: Kernel) -> None:
         assert given[name].tolist() == [at] * 16
     assert [int(given[name]) for name in OPTIONAL] == [OPTIONAL["lse"], 0, 0]
     assert int(given["counter"]) == COUNTER
-    names = ("q_heads", "group", "batch_heads", "q_len", "kv_len", "row_tiles", "tickets")
-    assert [int(given[name]) for name in names] == [6, 2, 12, 300, 5000, 2, 24]
-    assert int(given["section"]) == 12, "32 MiB hold 16 kv heads, and their groups of 2"
+    names = ("q_heads", "group", "q_len", "kv_len", "pack", "rows", "packs", "all_packs")
+    assert [int(given[name]) for name in names] == [6, 2, 300, 5000, 2, 32, 3, 6]
+    assert [int(given[name]) for name in ("row_tiles", "tickets")] == [4, 24]
+    assert int(given["section"]) == 6, "32 MiB hold 16 kv heads: all of them"
     assert int(given["right"]) == 0
     assert int(given["left"]) > 6000
     assert int(given["top_left"]) == 0
@@ -131,13 +133,13 @@ def test_every_argument_reaches_the_kernel(kernel: Kernel) -> None:
     assert module.exact_arch
     assert config(plan) == {
         "element": "Bfloat16", "head_dim": 64, "head_dim_v": 64, "keys": 128, "groups": 3,
-        "cluster": 1, "ping_pong": True, "out_over_q": False, "bounded": True, "left": False,
-        "scores": 0, "lengths": False, "shared_memory": 113 * 1024,
+        "cluster": 1, "resident": 1, "ping_pong": True, "out_over_q": False, "bounded": True,
+        "left": False, "scores": 0, "lengths": False, "shared_memory": 113 * 1024,
     }  # fmt: skip
 
 
 def test_arrays_are_moved_in_boxes(kernel: Kernel) -> None:
-    """Rows of a warpgroup; of keys, a block's share of a tile."""
+    """Rows of a warpgroup, of each of its heads; of keys, a block's share of a tile."""
     q = ArrayInfo((2, 300, 6, 248))
     k = ArrayInfo((2, 2000, 3, 248), strides=(1600000, 768, 256, 1))
     launch(q, k, k, layout="bshd")
@@ -147,12 +149,12 @@ def test_arrays_are_moved_in_boxes(kernel: Kernel) -> None:
     assert maps["k"].byte_strides == (512, 1536, 3200000)
     boxes = {name: maps[name].box for name in ARRAYS}
     assert boxes == {
-        "q": (64, 1, 64, 1), "k": (64, 1, 32, 1), "v": (64, 1, 32, 1), "out": (64, 1, 64, 1),
+        "q": (64, 2, 32, 1), "k": (64, 1, 32, 1), "v": (64, 1, 32, 1), "out": (64, 2, 32, 1),
     }  # fmt: skip
     assert {layout.swizzle_bytes for layout in maps.values()} == {128}
     assert {layout.dtype for layout in maps.values()} == {"float16"}
     launch(ArrayInfo((2, 128, 6, 248)), k, k, layout="bshd")
-    assert [maps[name].box[2] for name in "qkv"] == [64, 64, 64], "alone it loads whole tiles"
+    assert [maps[name].box[2] for name in "kv"] == [64, 64], "alone it loads whole tiles"
 
 
 def test_a_head_dim_of_96_lies_in_narrow_panels(kernel: Kernel) -> None:
@@ -216,22 +218,56 @@ def test_scores_reach_log2_units(
 @pytest.mark.parametrize(
     ("kv_len", "kv_heads", "section"),
     [
-        (1 << 20, 8, 4),  # one kv head and its group at the least
-        (65536, 8, 4),  # exactly 32 MiB
-        (32768, 8, 8),
-        (32769, 8, 4),
-        (20000, 8, 8),  # 3 would fit, but a power of two it is
-        (16384, 8, 16),
-        (300, 8, 64),  # no more than there are
+        (1 << 20, 8, 1),  # one kv head and its group at the least
+        (65536, 8, 1),  # exactly 32 MiB
+        (32768, 8, 2),
+        (32769, 8, 1),
+        (20000, 8, 2),  # 3 would fit, but a power of two it is
+        (16384, 8, 4),
+        (300, 8, 16),  # no more than there are
     ],
 )
-def test_sections_hold_heads_that_stay_in_the_cache(
+def test_sections_hold_packs_that_stay_in_the_cache(
     kv_len: int, kv_heads: int, section: int, kernel: Kernel
 ) -> None:
-    q = ArrayInfo((2, 4 * kv_heads, 300, 128))
+    q = ArrayInfo((2, 4 * kv_heads, 320, 128))
     k = ArrayInfo((2, kv_heads, kv_len, 128))
     launch(q, k, k, causal=True)
+    assert int(kernel.arguments["pack"]) == 4
     assert int(kernel.arguments["section"]) == section
+    single = ArrayInfo((2, kv_heads, 320, 128))
+    launch(single, k, k, causal=True)
+    assert (int(kernel.arguments["pack"]), int(kernel.arguments["section"])) == (1, section)
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "options", "pack", "tickets"),
+    [
+        ((8, 8), 1, {}, 1, 8),
+        ((8, 2), 1, {}, 4, 2),  # a row of each head of a group
+        ((8, 2), 32, {}, 4, 2),  # exactly a tile
+        ((8, 2), 33, {}, 2, 4),  # where 4 heads together would need 2 tiles each
+        ((8, 2), 8192, {}, 1, 512),  # as many either way
+        ((8, 2), 8192, {"causal": True}, 4, 512),  # and fewer keys that are hidden
+        ((6, 2), 1, {}, 3, 2),
+        ((6, 2), 8192, {"causal": True}, 1, 384),  # 3 times 21 rows leave a line of 64 unused
+        ((7, 1), 5, {"causal": True}, 7, 1),
+        ((128, 1), 1, {}, 64, 2),  # as many as a warpgroup has lines
+        ((40, 1), 5, {}, 20, 2),  # 3 rows of 20 heads; 40 would go row by row
+    ],
+)
+def test_heads_that_share_keys_fill_tiles_together(
+    heads: tuple[int, int], q_len: int, options: dict[str, Any], pack: int, tickets: int,
+    kernel: Kernel,
+) -> None:  # fmt: skip
+    q, k = (ArrayInfo((1, n, length, 128)) for n, length in zip(heads, (q_len, 900), strict=True))
+    plan = launch(q, k, k, **options)
+    given = kernel.arguments
+    names = ("pack", "rows", "packs", "all_packs", "tickets")
+    expected = [pack, 64 // pack, heads[0] // pack, heads[0] // pack, tickets]
+    assert [int(given[name]) for name in names] == expected
+    assert (plan.tiling.heads, plan.tiling.q_rows) == (pack, 2 * (64 // pack))
+    assert kernel.maps["q"].box == kernel.maps["out"].box == (64, pack, 64 // pack, 1)
 
 
 @pytest.mark.parametrize(
@@ -265,12 +301,12 @@ def test_grids_of_pairs(q_len: int, sms: int, blocks: int, row_tiles: int, kerne
 @pytest.mark.parametrize(
     ("dims", "kv_len", "options", "name"),
     [
-        ((64, 64), 300, {}, "d64_f16_192x128_turns"),
-        ((64, 64), 9000, {}, "d64_f16_192x128_turns"),
+        ((64, 64), 1024, {}, "d64_f16_128x64_twice"),
+        ((64, 64), 1025, {}, "d64_f16_192x128_turns"),
         ((64, 64), 9000, {"softcap": 2.0}, "d64_f16_softcap_192x112_turns"),
-        ((64, 64), 1024, {"causal": True}, "d64_f16_bounded_128x128_turns"),
+        ((64, 64), 1024, {"causal": True}, "d64_f16_bounded_128x64_twice"),
         ((64, 64), 1025, {"causal": True}, "d64_f16_bounded_192x128_turns"),
-        ((8, 8), 300, {"window": (5, None)}, "d64_f16_bounded_left_128x128_turns"),
+        ((8, 8), 300, {"window": (5, None)}, "d64_f16_bounded_left_128x64_twice"),
         ((72, 72), 300, {}, "d96_f16_192x112_turns"),
         ((96, 96), 9000, {"causal": True, "softcap": 2.0}, "d96_f16_bounded_softcap_192x96_turns"),
         ((104, 104), 300, {}, "d128_f16_128x128"),
@@ -299,7 +335,7 @@ def test_tiles_by_shape(
     k, v = (ArrayInfo((1, 2, kv_len, dim)) for dim in dims)
     plan = launch(q, k, v, **options)
     assert kernel.name == f"cuflash_fwd_sm90_{name}"
-    size = name.removesuffix("_pair").removesuffix("_turns").split("_")[-1]
+    (size,) = (part for part in name.split("_") if re.fullmatch(r"\d{2,}x\d+", part))
     rows, keys = (int(n) for n in size.split("x"))
     assert (plan.tiling.q_rows, plan.tiling.keys) == (rows, keys)
     assert plan.tiling.launch.module in sm90.specialisations(HOPPER, dims, ["float16"])

@@ -90,8 +90,13 @@ def test_parts_of_shared_memory_start_on_whole_units() -> None:
         (Tile(120, 2), (128, 128), "120 keys: expected a multiple of 16"),
         (Tile(0, 2), (128, 128), "0 keys"),
         (Tile(272, 2), (64, 64), "272 keys: expected a multiple of 16 up to 256"),
-        (Tile(128, 1), (64, 64), "1 warpgroups that multiply: expected 2 or 3"),
-        (Tile(64, 4), (64, 64), "4 warpgroups that multiply: expected 2 or 3"),
+        (Tile(128, 1), (64, 64), "1 warpgroups that multiply in 1 blocks: expected 2 or 3 in one"),
+        (Tile(64, 4), (64, 64), "4 warpgroups that multiply in 1 blocks: expected 2 or 3 in one"),
+        (Tile(64, 3, resident=2), (64, 64), "3 warpgroups that multiply in 2 blocks: expected"),
+        (Tile(64, 2, resident=3), (64, 64), "2 warpgroups that multiply in 3 blocks: expected"),
+        (Tile(80, 2, resident=2), (64, 64), "92 registers a thread: 2 warpgroups leave 80"),
+        (Tile(48, 2, resident=2), (256, 32), "bytes of shared memory: a block has 115712"),
+        (Tile(64, 2, resident=2, ping_pong=True), (64, 64), "turns of warpgroups that another"),
         (WIDE, (80, 80), "head dim 80: expected a multiple of 32"),
         (Tile(16, 2), (288, 288), "head dim 288: expected a multiple of 32 up to 256"),
         (replace(WIDE, cluster=4), (128, 128), "clusters of 4: expected 1 or 2"),
@@ -118,23 +123,25 @@ def test_more_keys_than_a_row_has_may_not_fit(tile: Tile, pair: tuple[int, int])
 
 def test_the_kernel_has_the_same_limits() -> None:
     text = source.read("sm90/config.cuh")
-    limit = re.search(r"BYTES <= (\d+)", text)
-    consumers = re.search(r"CONSUMER_REGISTERS = GROUPS == 3 \? (\d+) : (\d+)", text)
+    limits = re.search(r"BYTES <= \(Config::RESIDENT == 2 \? (\d+) : (\d+)\)", text)
+    consumers = re.search(
+        r"CONSUMER_REGISTERS = RESIDENT == 2 \? (\d+) : GROUPS == 3 \? (\d+) : (\d+)", text
+    )
     works = re.search(r"BYTES = works \+ (\d+)", text)
-    assert limit is not None
+    assert limits is not None
     assert consumers is not None
     assert works is not None
-    assert int(limit[1]) == sm90_tiles._SHARED_MEMORY
+    assert {2: int(limits[1]), 1: int(limits[2])} == sm90_tiles._SHARED_MEMORY
     assert int(works[1]) == 1024
-    three, two = (int(number) for number in consumers.groups())
-    assert sm90_tiles._REGISTERS[3] + 24 <= three
-    assert sm90_tiles._REGISTERS[2] + 24 <= two
+    for way, given in zip(((2, 2), (3, 1), (2, 1)), consumers.groups(), strict=True):
+        assert sm90_tiles._REGISTERS[way] + 24 <= int(given)
 
 
 @pytest.mark.parametrize(
     ("pair", "bounded", "kv_len", "row"),
     [
         ((64, 64), False, 100, 0),
+        ((64, 64), False, 1025, 1),
         ((64, 64), True, 1024, 0),
         ((64, 64), True, 1025, 1),
         ((96, 96), True, 1 << 28, 0),

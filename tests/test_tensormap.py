@@ -13,7 +13,7 @@ from cuflash.runtime import tensormap
 from cuflash.runtime.tensormap import Layout, reasons_against
 
 SHAPE, STRIDES = (2, 3, 100, 64), (19200, 6400, 64, 1)
-LAYOUT = Layout.of("float16", SHAPE, STRIDES, 112, 128)
+LAYOUT = Layout.of("float16", SHAPE, STRIDES, (2, 112), 128)
 Patch = pytest.MonkeyPatch
 
 
@@ -136,8 +136,8 @@ def test_the_library_is_loaded_once_and_its_function_typed(monkeypatch: Patch) -
 def test_dimensions_are_columns_heads_rows_batch() -> None:
     assert LAYOUT.sizes == (64, 3, 100, 2)
     assert LAYOUT.byte_strides == (12800, 128, 38400)
-    assert LAYOUT.box == (64, 1, 112, 1)
-    narrow = Layout.of("bfloat16", (2, 3, 100, 96), (96, 192, 576, 1), 64, 64)
+    assert LAYOUT.box == (64, 2, 112, 1)
+    narrow = Layout.of("bfloat16", (2, 3, 100, 96), (96, 192, 576, 1), (1, 64), 64)
     assert (narrow.byte_strides, narrow.box) == ((384, 1152, 192), (32, 1, 64, 1))
     assert (narrow.dtype, narrow.swizzle_bytes) == ("bfloat16", 64)
 
@@ -148,14 +148,14 @@ def test_an_axis_of_one_element_gets_a_stride_that_the_driver_takes(step: int) -
         shape, strides = list(SHAPE), list(STRIDES)
         shape[axis], strides[axis] = 1, step
         assert reasons_against(tuple(shape), tuple(strides), True) == []  # type: ignore[arg-type]
-        layout = Layout.of("float16", tuple(shape), tuple(strides), 64, 128)  # type: ignore[arg-type]
+        layout = Layout.of("float16", tuple(shape), tuple(strides), (1, 64), 128)  # type: ignore[arg-type]
         assert layout.byte_strides[at] == 128
         others = [n for i, n in enumerate(layout.byte_strides) if i != at]
         assert others == [n for i, n in enumerate(LAYOUT.byte_strides) if i != at]
 
 
 def test_a_row_of_few_columns_is_rounded_up_for_its_stride() -> None:
-    layout = Layout.of("float16", (1, 1, 1, 4), (0, 0, 0, 1), 64, 128)
+    layout = Layout.of("float16", (1, 1, 1, 4), (0, 0, 0, 1), (1, 64), 128)
     assert layout.byte_strides == (16, 16, 16)
 
 
@@ -163,7 +163,7 @@ def test_a_map_is_made_once_for_each_address_and_layout(driver: Driver) -> None:
     first = tensormap.at(LAYOUT, 0x1000)
     assert tensormap.at(LAYOUT, 0x1000) is first
     assert tensormap.at(LAYOUT, 0x2000) != first
-    other = Layout.of("float16", SHAPE, STRIDES, 64, 128)
+    other = Layout.of("float16", SHAPE, STRIDES, (1, 64), 128)
     assert tensormap.at(other, 0x1000) != first
     assert [(call[2], call[5][2]) for call in driver.calls] == [
         (0x1000, 112), (0x2000, 112), (0x1000, 64),

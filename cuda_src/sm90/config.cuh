@@ -13,22 +13,27 @@ struct Config {
     static constexpr int GROUPS = CONFIG_GROUPS;        // warpgroups that multiply, 64 query rows each
     static constexpr int STAGES = 2;                    // tiles of K, and of V, in flight
     static constexpr int CLUSTER = CONFIG_CLUSTER;      // blocks that share loads of K and V
+    static constexpr int RESIDENT = CONFIG_RESIDENT;    // blocks on a multiprocessor
+    static constexpr bool OVERLAP = RESIDENT == 1;      // products beside softmax in a warpgroup; else another block's are
     static constexpr bool PING_PONG = CONFIG_PING_PONG;  // warpgroups take turns to issue products
     static constexpr bool OUT_OVER_Q = CONFIG_OUT_OVER_Q;  // in shared memory; else in a buffer of its own
     static constexpr bool BOUNDED = CONFIG_BOUNDED;        // causal or window
     static constexpr bool DYNAMIC = BOUNDED;               // work by tickets drawn, else by a static stride
+    static constexpr bool SKIPS = BOUNDED && BN < 64 * GROUPS;  // some warpgroups have tiles that they pass over
     static constexpr bool LEFT = CONFIG_LEFT;              // a window with a left bound
     static constexpr int SCORES = CONFIG_SCORES;           // 0: as they are; 1: multiplied first; 2: capped too
     static constexpr bool LENGTHS = CONFIG_LENGTHS;        // of each batch entry
 
-    static constexpr int M = 64 * GROUPS, THREADS = 128 * (GROUPS + 1);
+    static constexpr int THREADS = 128 * (GROUPS + 1);
     // Shared memory holds panels of ROW_BYTES a row: 64 columns, or 32 where a head has no whole number of 64.
     static constexpr int ROW_BYTES = D % 64 == 0 && DV % 64 == 0 ? 128 : 64;
     static constexpr int PANEL = ROW_BYTES / 2;
-    static constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
+    static constexpr int PRODUCER_REGISTERS = RESIDENT == 2 ? 24 : GROUPS == 3 ? 32 : 40;
+    static constexpr int CONSUMER_REGISTERS = RESIDENT == 2 ? 104 : GROUPS == 3 ? 160 : 232;
     static constexpr float STALE = 8.f;  // references stay until scores outgrow them by 2^8, which P and sums hold
 };
-static_assert(Config::GROUPS == 2 || Config::GROUPS == 3, "as many as registers allow");
+static_assert(Config::GROUPS == 2 || Config::GROUPS == 3 && Config::RESIDENT == 1, "as many as registers allow");
+static_assert(Config::RESIDENT == 1 || Config::RESIDENT == 2 && !Config::PING_PONG, "turns are for the one block");
 static_assert(Config::D % Config::PANEL == 0 && Config::DV % Config::PANEL == 0, "whole panels");
 static_assert(Config::BN % 16 == 0 && Config::BN / Config::CLUSTER % 8 == 0, "whole steps, whole swizzles");
 static_assert(Config::CLUSTER == 1 || !Config::DYNAMIC, "the blocks of a pair would have to agree on a ticket");
@@ -40,10 +45,14 @@ struct __align__(64) Arguments {
     const i64* q_lens;       // or null
     const i64* kv_lens;      // or null
     u32* counter;            // 0 before and after, where work is DYNAMIC
-    int q_heads, group, batch_heads, q_len, kv_len;
-    int row_tiles;           // of a head: M rows for each block of a cluster
-    int tickets;             // row_tiles * batch_heads
-    int section;             // heads whose K and V lie in the L2 cache together
+    int q_heads, group, q_len, kv_len;
+    int pack;                // heads of a group that lie side by side, row by row, in what a warpgroup works on
+    int rows;                // of each of them: 64 / pack
+    int inverse_pack;        // 2^16 / pack, rounded up: line * inverse_pack >> 16 is line / pack for lines up to 63
+    int packs, all_packs;    // of an entry, of all
+    int row_tiles;           // of a pack: GROUPS * rows for each block of a cluster
+    int tickets;             // row_tiles * all_packs
+    int section;             // packs whose K and V lie in the L2 cache together
     int left, right;         // window bounds, large for none
     int top_left;
     float factor;            // of a score, to log2 units
@@ -68,7 +77,8 @@ struct Shared {
     static constexpr u32 BYTES = works + 1024;
     static_assert(work_empty + 16 <= BYTES, "barriers and records");
     static_assert(Q_GROUP % 512 == 0 && K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && O_GROUP % 512 == 0, "swizzles");
-    static_assert(BYTES == CONFIG_SHARED_MEMORY && BYTES <= 232448, "what a block is launched with, and may have");
+    static_assert(BYTES == CONFIG_SHARED_MEMORY && BYTES <= (Config::RESIDENT == 2 ? 115712 : 232448),
+                  "what a block is launched with, and may have");
 };
 
 // A place in a ring of COUNT slots, and the parity of its round.

@@ -1,5 +1,6 @@
-// Warpgroups that multiply: each 64 query rows, all of the block's key tiles. The weights and values of one tile are
-// multiplied beside the softmax of the next (Shah et al., FlashAttention-3, 2024, section 3.2).
+// Warpgroups that multiply: each 64 lines, those of the block's key tiles that they see. The weights and values of one tile
+// are multiplied beside the softmax of the next (Shah et al., FlashAttention-3, 2024, section 3.2). Lines are query rows of
+// `pack` heads that share keys: line i is row i / pack of head i % pack.
 #pragma once
 
 #include "sm90/products.cuh"
@@ -54,13 +55,28 @@ struct Consumer {
         return work.entry >= 0;
     }
 
+    // Lines that no row of a head ever comes to: what memory held there might be NaN, and slow its warp.
+    __device__ __forceinline__ void clear_unused_lines() const {
+        const int used = a.rows * a.pack;
+        if (used == 64) return;
+        constexpr int UNITS = Config::ROW_BYTES / 16;
+        const u32 zeros[4] = {0, 0, 0, 0};
+        for (int i = threadIdx.x % 128; i < (64 - used) * UNITS * (Config::D / Config::PANEL); i += 128) {
+            const int unit = i % UNITS, line = i / UNITS % (64 - used), panel = i / UNITS / (64 - used);
+            store_unit(base + Shared::q + group * Shared::Q_GROUP + (panel * 64 + used + line) * Config::ROW_BYTES + 16 * unit,
+                       zeros);
+        }
+        fence_async();
+        meet(STORE + group, 128);
+    }
+
     // The next rows of Q may come.
     __device__ __forceinline__ void release_queries() const {
         if (is_leader()) barrier_arrive(base + Shared::q_empty + 8 * group);
     }
     // The same after scores of `tile`: nothing else of this piece of work needs Q if that was the last.
-    __device__ __forceinline__ void release_queries_after(int tile, const Work& work) const {
-        if (!Config::OUT_OVER_Q && tile == work.begin) release_queries();
+    __device__ __forceinline__ void release_queries_after(int tile, const Span& span) const {
+        if (!Config::OUT_OVER_Q && tile == span.begin) release_queries();
     }
 
     // Rows of V past the used keys become 0: a weight of 0 times what memory holds there might be NaN.
@@ -78,8 +94,15 @@ struct Consumer {
         meet(CONSUMERS, 128 * Config::GROUPS);
     }
 
+    // Of a thread's two lines of scores, each a row of one of the heads that are packed.
+    __device__ __forceinline__ int line(int half) const { return warp_row() + lane() / 4 + 8 * half; }
+    __device__ __forceinline__ int row_of_pack(int half) const { return line(half) * a.inverse_pack >> 16; }
+    __device__ __forceinline__ int row_of(int half, const Work& work) const {
+        return work.first_row + group * a.rows + row_of_pack(half);
+    }
     __device__ __forceinline__ Sight sight_of(const Work& work) const {
-        return Sight(work, work.first_row + 64 * group + warp_row() + lane() / 4);
+        const int rows[2] = {row_of(0, work), row_of(1, work)};
+        return Sight(work, rows);
     }
     __device__ __forceinline__ u32 q_words() const { return low_word(base + Shared::q + group * Shared::Q_GROUP, 16); }
 
@@ -89,8 +112,29 @@ struct Consumer {
         q_parity ^= 1;
     }
 
-    // Weights of the first tile, where nothing goes on beside it.
-    __device__ __forceinline__ void begin(const Work& work, Weights& weights,
+    // A tile that none of this warpgroup's rows sees, but some of the block's: it lies BEFORE those that they see, or after.
+    // Before its turn the first warpgroup waits for what the others multiply in theirs: keys, and values of the tile before.
+    template <bool BEFORE>
+    __device__ __forceinline__ void pass() {
+        auto turn = [&] {
+            barrier_wait(k_full(), place.parity);
+            await_turn();
+            pass_turn();
+        };
+        if (BEFORE)
+            barrier_wait(k_full(), place.parity);
+        else
+            turn();
+        release(k_empty());
+        barrier_wait(base + Shared::v_full + 8 * place.slot, place.parity);
+        release(base + Shared::v_empty + 8 * place.slot);
+        place.next();
+        if (BEFORE) turn();
+    }
+
+    // Weights of a tile, where nothing goes on beside it.
+    template <bool FIRST>
+    __device__ __forceinline__ void begin(int tile, bool hidden, const Sight& sight, const Span& span, Weights& weights,
                                           Rows& rows) const {
         Scores scores;
         barrier_wait(k_full(), place.parity);
@@ -99,14 +143,14 @@ struct Consumer {
         commit_products();
         wait_products<0>();
         release(k_empty());
-        release_queries_after(work.end - 1, work);
+        release_queries_after(tile, span);
         if (Config::SCORES) prepare_scores(scores, a.premultiply);
-        sight_of(work).hide(scores, work.end - 1, a);
-        weigh<true>(scores, rows, a);
+        if (hidden) sight.hide(scores, tile, a);
+        weigh<FIRST>(scores, rows, a);
         pack_weights(weights, scores);
     }
 
-    // Rows past the used keys of the tile that `begin` has seen.
+    // Rows past the used keys of the first tile.
     __device__ __forceinline__ void clear_dead_values(const Work& work) const {
         if (Config::LENGTHS && work.kv_len < a.kv_len && work.kv_len < work.end * Config::BN) {
             barrier_wait(base + Shared::v_full + 8 * place.slot, place.parity);
@@ -135,16 +179,20 @@ struct Consumer {
     }
 
     // The tiles but the first: scores of each beside the values of the tile before.
-    __device__ __forceinline__ void walk(const Work& work, Out& out, Weights& weights,
-                                         Rows& rows) {
+    __device__ __forceinline__ void walk(const Work& work, const Span& span, Out& out, Weights& weights, Rows& rows) {
         const Sight sight = sight_of(work);
-        int tile = work.end - 2;
+        int tile = span.end - 2;
         auto turn = [&](bool hidden) {
+            if (!Config::OVERLAP) {
+                end(out, weights, rows);
+                begin<false>(tile, hidden, sight, span, weights, rows);
+                return;
+            }
             const Place<Config::STAGES> before = place;
             place.next();
             Scores scores;
             multiply_both(scores, out, weights, rows, before);
-            release_queries_after(tile, work);
+            release_queries_after(tile, span);
             if (hidden) sight.hide(scores, tile, a);
             weigh(scores, rows, a);
             wait_products<0>();
@@ -154,13 +202,13 @@ struct Consumer {
         };
         if (Config::BOUNDED) {
 #pragma unroll 1
-            for (; tile >= (Config::LEFT ? max(work.begin, work.clean_end) : work.clean_end); --tile) turn(true);
-            const int clean_begin = Config::LEFT ? max(work.begin, work.clean_begin) : 0;
+            for (; tile >= (Config::LEFT ? max(span.begin, span.clean_end) : span.clean_end); --tile) turn(true);
+            const int clean_begin = Config::LEFT ? max(span.begin, span.clean_begin) : 0;
 #pragma unroll 1
             for (; tile >= clean_begin; --tile) turn(false);
             if (Config::LEFT) {
 #pragma unroll 1
-                for (; tile >= work.begin; --tile) turn(true);
+                for (; tile >= span.begin; --tile) turn(true);
             }
         } else {
 #pragma unroll 1
@@ -168,9 +216,9 @@ struct Consumer {
         }
     }
 
-    // The values of the last tile, where nothing goes on beside it.
+    // The values of a tile, where nothing goes on beside it.
     __device__ __forceinline__ void end(Out& out, Weights& weights, Rows& rows) {
-        if (Config::DV > 128) scale_out(out, rows);
+        if (Config::DV > 128 || !Config::OVERLAP) scale_out(out, rows);
         barrier_wait(base + Shared::v_full + 8 * place.slot, place.parity);
         begin_products();
         multiply_weights_and_values(out, weights, v_words(place.slot));
@@ -182,17 +230,17 @@ struct Consumer {
 
     // Divides by the row sums and stores 64 rows; those without a key are 0.
     __device__ __forceinline__ void store(const Work& work, Out& out, Rows& rows) {
-        const int first_row = work.first_row + 64 * group, row = first_row + warp_row() + lane() / 4;
         float inverse[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float total = rows.total[half];
             total += __shfl_xor_sync(~0u, total, 1);
             total += __shfl_xor_sync(~0u, total, 2);
-            const bool dead = total == 0.f || row + 8 * half >= work.q_len;
+            const int row = row_of(half, work);
+            const bool dead = total == 0.f || row >= work.q_len;
             inverse[half] = dead ? 0.f : 1.f / total;
-            if (a.lse != nullptr && lane() % 4 == 0 && row + 8 * half < a.q_len)
-                a.lse[(i64(work.entry) * a.q_heads + work.head) * a.q_len + row + 8 * half] =
+            if (a.lse != nullptr && lane() % 4 == 0 && row < a.q_len && line(half) < a.rows * a.pack)
+                a.lse[(i64(work.entry) * a.q_heads + work.head + line(half) - row_of_pack(half) * a.pack) * a.q_len + row] =
                     dead ? minus_infinity() : 0.693147181f * (__fmul_rn(rows.top[half], a.factor) + __log2f(total));
             if (dead) {  // 0 even where sums are not finite
 #pragma unroll
@@ -223,8 +271,8 @@ struct Consumer {
         if (is_leader()) {
 #pragma unroll
             for (int panel = 0; panel < Config::DV / Config::PANEL; ++panel)
-                store_box(a.out, to + panel * 64 * Config::ROW_BYTES, panel * Config::PANEL, work.head, first_row,
-                          work.entry);
+                store_box(a.out, to + panel * 64 * Config::ROW_BYTES, panel * Config::PANEL, work.head,
+                          work.first_row + group * a.rows, work.entry);
             commit_stores();
             if (Config::OUT_OVER_Q) {
                 wait_stores_read();
@@ -240,6 +288,7 @@ struct Consumer {
 
     __device__ __forceinline__ void run() {
         if (Config::PING_PONG && group == 0) announce(TURN, 256);
+        clear_unused_lines();
         Work work;
         bool more = next_work(work);
         while (more) {
@@ -254,11 +303,20 @@ struct Consumer {
                 more = next_work(work);
                 continue;
             }
+            const Span span(work, group, a);
             Weights weights;
-            begin(work, weights, rows);
             clear_dead_values(work);
-            walk(work, out, weights, rows);
+            if (Config::SKIPS) {
+#pragma unroll 1
+                for (int tile = work.end; tile > span.end; --tile) pass<true>();
+            }
+            begin<true>(span.end - 1, true, sight_of(work), span, weights, rows);
+            walk(work, span, out, weights, rows);
             end(out, weights, rows);
+            if (Config::SKIPS && Config::LEFT) {
+#pragma unroll 1
+                for (int tile = span.begin; tile > work.begin; --tile) pass<false>();
+            }
             store(work, out, rows);
             more = next_work(work);  // here: asked for in the condition, it takes registers that some tiles lack
         }

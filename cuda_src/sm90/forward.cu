@@ -1,11 +1,12 @@
 // Attention forward for compute capability 9.0: FlashAttention-3 (Shah et al. 2024) in plain CUDA C++.
 //
-// A block stays on its multiprocessor and takes one piece of work after another: 64 query rows of a head for each of GROUPS
-// warpgroups, and the key tiles that they see, from the last to the first. One more warpgroup fetches: a single thread of it
-// finds the work and has it, Q, K and V brought by tensor copies, STAGES tiles ahead. Blocks of a cluster take
-// neighbouring rows, walk the same tiles, and fetch half of each for both.
+// A block stays on its multiprocessor and takes one piece of work after another: for each of GROUPS warpgroups 64 lines,
+// query rows of one head or of several that share keys, and the key tiles that they see, from the last to the first. One
+// more warpgroup fetches: a single thread of it finds the work and has it, Q, K and V brought by tensor copies, STAGES
+// tiles ahead. Blocks of a cluster take neighbouring rows, walk the same tiles, and fetch half of each for both.
 //
-// Budget a thread of a multiplying warpgroup, in registers: S = BN / 2, P = BN / 4, O = DV / 2, about 24 beside.
+// Budget a thread of a multiplying warpgroup, in registers: S = BN / 2, P = BN / 4, O = DV / 2, about 24 beside. Two
+// RESIDENT blocks have half each, and room for S and O alone: one's products go on beside the other's softmax.
 // Scores live in units of log2: weight = 2^(score * factor - top * factor), where top is within STALE of the row's largest.
 
 #include "sm90/consumer.cuh"
@@ -64,7 +65,7 @@ __device__ __forceinline__ void forward(const Arguments& a) {
 #define CLUSTER_DIMS
 #endif
 
-extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(cuflash::Config::THREADS, 1)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(cuflash::Config::THREADS, cuflash::Config::RESIDENT)
     CONFIG_NAME(const __grid_constant__ cuflash::Arguments arguments) {
     cuflash::forward(arguments);
 }

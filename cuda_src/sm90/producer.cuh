@@ -63,11 +63,11 @@ __device__ __forceinline__ void produce(u32 base, int rank, const Arguments& a) 
                 barrier_arrive(full);
                 continue;
             }
-            barrier_expect(full, Shared::Q_GROUP);
+            barrier_expect(full, Config::D * 2 * a.rows * a.pack);
 #pragma unroll
             for (int panel = 0; panel < Config::D / Config::PANEL; ++panel)
                 load_box(base + Shared::q + group * Shared::Q_GROUP + panel * 64 * Config::ROW_BYTES, a.q, full,
-                         panel * Config::PANEL, work.head, work.first_row + 64 * group, work.entry);
+                         panel * Config::PANEL, work.head, work.first_row + group * a.rows, work.entry);
         }
         q_parity ^= 1;
 #pragma unroll 1

@@ -26,17 +26,18 @@ struct Rows {
 
 // Which keys a thread's rows see: as columns of a tile, less those of the lane.
 struct Sight {
-    int centre, last;  // key that the first row is aligned with; last key
+    int centre[2], last;  // keys that the rows are aligned with; last key
 
-    __device__ __forceinline__ Sight(const Work& work, int row) {
+    __device__ __forceinline__ Sight(const Work& work, const int (&rows)[2]) {
         const int column = 2 * (threadIdx.x % 4);
-        centre = row + work.diagonal - column, last = work.kv_len - 1 - column;
+        centre[0] = rows[0] + work.diagonal - column, centre[1] = rows[1] + work.diagonal - column;
+        last = work.kv_len - 1 - column;
     }
     // Selects, so that what a hidden key holds does not matter.
     __device__ __forceinline__ void hide(Scores& scores, int tile, const Arguments& a) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int at = centre + 8 * half - tile * Config::BN, end = last - tile * Config::BN;
+            const int at = centre[half] - tile * Config::BN, end = last - tile * Config::BN;
             const int high = Config::BOUNDED ? min(at + a.right, end) : end, low = at - a.left;
 #pragma unroll
             for (int i = 2 * half; i < Config::BN / 2; i += 4)

@@ -28,11 +28,14 @@ from .sm90_tiles import Tile, buckets, choices, choose, panel
 _MOST_WORK = 1 << 30  # a ticket and the number of blocks, added up, fit 32 bits
 _SMS = 132  # multiprocessors of an H100 or H200, for a device that is only named
 
+_LINES = 64  # of scores, that a warpgroup multiplies
+
 # struct Arguments of cuda_src/sm90/config.cuh
 _MAPS = ("q", "k", "v", "out")
 _POINTERS = ("lse", "q_lens", "kv_lens", "counter")
 _INTS = (
-    *("q_heads", "group", "batch_heads", "q_len", "kv_len", "row_tiles", "tickets", "section"),
+    *("q_heads", "group", "q_len", "kv_len", "pack", "rows", "inverse_pack", "packs"),
+    *("all_packs", "row_tiles", "tickets", "section"),
     *("left", "right", "top_left"),
 )
 _FLOATS = ("factor", "premultiply", "unseen")
@@ -88,19 +91,23 @@ def why(spec: AttentionSpec, device: Device) -> str:
 def plan(spec: AttentionSpec, device: Device) -> Tiling:
     variant = _Variant.of(spec)
     tile = variant.tile
-    work = spec.batch * spec.q_heads * _row_tiles(spec, tile)
+    cut = _Cut.of(spec, variant)
+    places = (device.sm_count or _SMS) * tile.resident // tile.cluster
     launch = Launch(
         _specialisation(variant),
-        blocks=min((device.sm_count or _SMS) // tile.cluster, work) * tile.cluster,
+        blocks=min(places, cut.tickets) * tile.cluster,
         threads=128 * (tile.groups + 1),
         shared_memory=tile.shared_memory(variant.head_dim, variant.head_dim_v),
     )
     note = f"{tile.groups} warpgroups"
+    if tile.resident > 1:
+        note += f", {tile.resident} blocks on a multiprocessor"
     if tile.cluster > 1:
         note += f", clusters of {tile.cluster}"
     if variant.bounded:
         note += ", work by tickets"
-    return Tiling(tile.q_rows, tile.keys, 1, 4 if variant.bounded else 0, note, launch)
+    q_rows = tile.groups * cut.rows
+    return Tiling(q_rows, tile.keys, cut.pack, 4 if variant.bounded else 0, note, launch)
 
 
 def prepare(plan: Plan) -> Callable[[Operands], None]:
@@ -110,7 +117,7 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
     kernel = module.load(launch.module, plan.device).function(launch.module.name)
     queue = launcher(
         kernel, launch.blocks, launch.threads, launch.shared_memory, _CHANGING,
-        _lasting_arguments(spec, variant.tile).tobytes(),
+        _lasting_arguments(spec, variant).tobytes(),
     )  # fmt: skip
     layouts = _layouts(spec, variant)
     q_layout, k_layout, v_layout, out_layout = (layouts[name] for name in _MAPS)
@@ -204,6 +211,7 @@ def _specialisation(variant: _Variant) -> Specialisation:
         f"{tile.q_rows}x{tile.keys}": True,
         "turns": tile.ping_pong,
         "pair": tile.cluster > 1,
+        "twice": tile.resident > 1,
     }
     dims = variant.head_dim, variant.head_dim_v
     name = fused.module_name("sm90", dims, variant.dtype, marks)
@@ -217,6 +225,7 @@ def _specialisation(variant: _Variant) -> Specialisation:
         ("ping_pong", tile.ping_pong),
         ("out_over_q", tile.out_over_q),
         ("bounded", variant.bounded),
+        ("resident", tile.resident),
         ("left", variant.left),
         ("scores", variant.scores),
         ("lengths", variant.lengths),
@@ -225,9 +234,37 @@ def _specialisation(variant: _Variant) -> Specialisation:
     return Specialisation("sm90/forward.cu", name, config, exact_arch=True)
 
 
-def _row_tiles(spec: AttentionSpec, tile: Tile) -> int:
-    """Pieces of work of a head: a tile of rows for each block of a cluster."""
-    return -(-spec.q_len // (tile.q_rows * tile.cluster))
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How query rows become pieces of work.
+
+    The 64 lines of a warpgroup are `rows` rows of each of `pack` heads that share keys and values:
+    few rows fill a tile that way, and causal tiles have fewer keys that some of their rows don't
+    see.
+    """
+
+    pack: int
+    rows: int
+    row_tiles: int  # pieces of work of a pack: a tile of rows for each block of a cluster
+    tickets: int
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, variant: _Variant) -> _Cut:
+        """The one with the fewest pieces of work; of several, the most heads where masks are
+        diagonal, and else the fewest.
+        """
+        cuts = [
+            cls.packed(spec, variant.tile, pack)
+            for pack in range(1, max(min(spec.group, _LINES), 1) + 1)
+            if spec.group % pack == 0
+        ]
+        return min(cuts, key=lambda cut: (cut.tickets, -cut.pack if variant.bounded else cut.pack))
+
+    @classmethod
+    def packed(cls, spec: AttentionSpec, tile: Tile, pack: int) -> _Cut:
+        rows = _LINES // pack
+        row_tiles = -(-spec.q_len // (rows * tile.groups * tile.cluster))
+        return cls(pack, rows, row_tiles, spec.batch * spec.q_heads // pack * row_tiles)
 
 
 def _arrays(spec: AttentionSpec) -> dict[str, tuple[tuple[int, int, int, int], Placement]]:
@@ -242,12 +279,13 @@ def _arrays(spec: AttentionSpec) -> dict[str, tuple[tuple[int, int, int, int], P
 
 
 def _layouts(spec: AttentionSpec, variant: _Variant) -> dict[str, tensormap.Layout]:
-    """Each array in boxes: the rows of a warpgroup, or a block's share of a tile of keys."""
+    """Each array in boxes: the lines of a warpgroup, or a block's share of a tile of keys."""
     swizzle_bytes = 2 * panel(variant.head_dim, variant.head_dim_v)
-    key_rows = variant.tile.keys // variant.tile.cluster
-    rows = {"q": 64, "k": key_rows, "v": key_rows, "out": 64}
+    cut = _Cut.of(spec, variant)
+    lines, keys = (cut.pack, cut.rows), (1, variant.tile.keys // variant.tile.cluster)
+    boxes = {"q": lines, "k": keys, "v": keys, "out": lines}
     return {
-        name: tensormap.Layout.of(spec.dtype, shape, place.strides, rows[name], swizzle_bytes)
+        name: tensormap.Layout.of(spec.dtype, shape, place.strides, boxes[name], swizzle_bytes)
         for name, (shape, place) in _arrays(spec).items()
     }
 
@@ -255,22 +293,25 @@ def _layouts(spec: AttentionSpec, variant: _Variant) -> dict[str, tensormap.Layo
 _L2_SHARE = 32 << 20  # bytes of the L2 cache for K and V of the heads at work
 
 
-def _section(spec: AttentionSpec) -> int:
-    """Heads whose K and V stay in the L2 cache together."""
+def _section(spec: AttentionSpec, pack: int) -> int:
+    """Packs whose K and V stay in the L2 cache together."""
     of_head = spec.kv_len * (spec.head_dim + spec.head_dim_v) * spec.item_size
     kv_heads = 1 << (max(_L2_SHARE // of_head, 1).bit_length() - 1)
-    return min(kv_heads * spec.group, spec.batch * spec.q_heads)
+    return min(kv_heads * spec.group, spec.batch * spec.q_heads) // pack
 
 
-def _lasting_arguments(spec: AttentionSpec, tile: Tile) -> np.ndarray[Any, Any]:
+def _lasting_arguments(spec: AttentionSpec, variant: _Variant) -> np.ndarray[Any, Any]:
     """`struct Arguments` without what changes with each call."""
+    cut = _Cut.of(spec, variant)
     arguments = np.zeros((), _ARGUMENTS)
     for name in ("q_heads", "group", "q_len", "kv_len", "top_left"):
         arguments[name] = getattr(spec, name)
-    arguments["batch_heads"] = spec.batch * spec.q_heads
-    arguments["row_tiles"] = _row_tiles(spec, tile)
-    arguments["tickets"] = spec.batch * spec.q_heads * _row_tiles(spec, tile)
-    arguments["section"] = _section(spec)
+    for name in ("pack", "rows", "row_tiles", "tickets"):
+        arguments[name] = getattr(cut, name)
+    arguments["inverse_pack"] = -(-(1 << 16) // cut.pack)
+    arguments["packs"] = spec.q_heads // cut.pack
+    arguments["all_packs"] = spec.batch * spec.q_heads // cut.pack
+    arguments["section"] = _section(spec, cut.pack)
     arguments["left"], arguments["right"] = fused.window_bounds(spec)
     premultiply, factor = spec.score_factors
     arguments["premultiply"] = premultiply or 0.0

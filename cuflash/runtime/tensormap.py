@@ -79,11 +79,11 @@ class Layout:
         dtype: str,
         shape: tuple[int, int, int, int],
         strides: tuple[int, int, int, int],
-        rows: int,
+        heads_and_rows: tuple[int, int],
         swizzle_bytes: int,
     ) -> Layout:
         """The layout of a (batch, heads, seq, dim) view, which `reasons_against` has nothing
-        against, moved in boxes of some rows of one head by as many columns as a swizzle spans.
+        against, moved in boxes of some rows of some heads by as many columns as a swizzle spans.
 
         Dimensions are innermost first: columns, heads, rows, batch.
         """
@@ -94,7 +94,7 @@ class Layout:
             for size, step in zip(shape, strides[:3], strict=False)
         )
         sizes = (shape[3], shape[1], shape[2], shape[0])
-        box = (swizzle_bytes // _ITEM_SIZE, 1, rows, 1)
+        box = (swizzle_bytes // _ITEM_SIZE, *heads_and_rows, 1)
         return cls(dtype, sizes, (heads, seq, batch), box, swizzle_bytes)
 
 
