@@ -2,8 +2,8 @@
 
     python bench/forward.py [--kernel auto] [--peers fa3,cudnn] [--dtypes ...] [--seqs ...]
 
-Peers are FlashAttention-2 and cuDNN as torch has them, and FlashAttention-3, whose package
-`flash_attn_interface` has to be installed.
+Peers are FlashAttention-2 and cuDNN as torch has them, and FlashAttention-3 and 4, whose packages
+`flash_attn_interface` and `flash_attn.cute` have to be installed.
 
 Forward, batch * seq = 16,384 and heads * dim = 2,048, random normal inputs. A time is the median
 over ROUNDS of CUDA events around WINDOW_MS of calls, after SETTLE_MS of the same calls unmeasured:
@@ -33,7 +33,7 @@ import cuflash
 
 TOKENS, HIDDEN = 16384, 2048
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-PEERS = ("fa2", "fa3", "cudnn")
+PEERS = ("fa2", "fa3", "fa4", "cudnn")
 DTYPES = ("float16", "bfloat16")
 DIMS = (64, 128, 256)
 ROUNDS, SETTLE_MS, WINDOW_MS = 7, 45.0, 15.0
@@ -103,11 +103,15 @@ def measure(
         "fa2": torch_by(SDPBackend.FLASH_ATTENTION),
         "cudnn": torch_by(SDPBackend.CUDNN_ATTENTION),
     }
+    rows_first = [array.transpose(1, 2).contiguous() for array in (q, k, v)]  # as these take them
     if "fa3" in peers:
-        from flash_attn_interface import flash_attn_func
+        from flash_attn_interface import flash_attn_func as fa3
 
-        rows_first = [array.transpose(1, 2).contiguous() for array in (q, k, v)]  # as it takes them
-        ways["fa3"] = lambda: flash_attn_func(*rows_first, causal=causal).transpose(1, 2)
+        ways["fa3"] = lambda: fa3(*rows_first, causal=causal).transpose(1, 2)
+    if "fa4" in peers:
+        from flash_attn.cute import flash_attn_func as fa4
+
+        ways["fa4"] = lambda: fa4(*rows_first, causal=causal)[0].transpose(1, 2)
     ways = {name: ways[name] for name in ("cuflash", *peers)}
     errors = {name: error_of(way(), q, k, v, causal) for name, way in ways.items()}
     times = median_ms(ways)

@@ -28,8 +28,8 @@ struct Config {
     // Shared memory holds panels of ROW_BYTES a row: 64 columns, or 32 where a head has no whole number of 64.
     static constexpr int ROW_BYTES = D % 64 == 0 && DV % 64 == 0 ? 128 : 64;
     static constexpr int PANEL = ROW_BYTES / 2;
-    static constexpr int PRODUCER_REGISTERS = RESIDENT == 2 ? 24 : GROUPS == 3 ? 32 : 40;
-    static constexpr int CONSUMER_REGISTERS = RESIDENT == 2 ? 104 : GROUPS == 3 ? 160 : 232;
+    static constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24;
+    static constexpr int CONSUMER_REGISTERS = RESIDENT == 2 ? 104 : GROUPS == 3 ? 160 : 240;
     static constexpr float STALE = 8.f;  // references stay until scores outgrow them by 2^8, which P and sums hold
 };
 static_assert(Config::GROUPS == 2 || Config::GROUPS == 3 && Config::RESIDENT == 1, "as many as registers allow");

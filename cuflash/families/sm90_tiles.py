@@ -53,7 +53,7 @@ class Tile:
 _STAGES = 2  # tiles of K, and of V, in flight
 # Most of a block on 9.0, by how many share a multiprocessor: of its 228 KiB each takes 1 beside.
 _SHARED_MEMORY = {1: 232_448, 2: 115_712}
-# Registers of a thread for what `Tile.registers` counts, by groups and resident blocks: of 232, 160
+# Registers of a thread for what `Tile.registers` counts, by groups and resident blocks: of 240, 160
 # and 104, without the 24 to 28 beside them. Compiled, 208, 132 and 80 did not spill; 220, 136 and,
 # with capped scores, 92 did.
 _REGISTERS = {(2, 1): 208, (3, 1): 132, (2, 2): 80}
