@@ -125,9 +125,10 @@ struct Consumer {
             barrier_wait(k_full(), place.parity);
         else
             turn();
-        release(k_empty());
         barrier_wait(base + Shared::v_full + 8 * place.slot, place.parity);
-        release(base + Shared::v_empty + 8 * place.slot);
+        // Products have the four warps meet; without any, one that still waited could miss a phase, and wait for ever.
+        meet(STORE + group, 128);
+        release(k_empty()), release(base + Shared::v_empty + 8 * place.slot);
         place.next();
         if (BEFORE) turn();
     }

@@ -119,9 +119,12 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
         kernel, launch.blocks, launch.threads, launch.shared_memory, _CHANGING,
         _lasting_arguments(spec, variant).tobytes(),
     )  # fmt: skip
-    layouts = _layouts(spec, variant)
-    q_layout, k_layout, v_layout, out_layout = (layouts[name] for name in _MAPS)
+    layouts = [_layouts(spec, variant)[name] for name in _MAPS]
     counters = tickets.counters(plan.device.index) if variant.bounded else None
+
+    @functools.lru_cache(maxsize=256)
+    def maps_at(*addresses: int) -> list[bytes]:
+        return [tensormap.at(*place) for place in zip(layouts, addresses, strict=True)]
 
     def run(operands: Operands) -> None:
         lse, q_lens, kv_lens = operands.lse, operands.q_lens, operands.kv_lens
@@ -130,10 +133,12 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
         if kv_lens is not None:
             kv_lens = lengths_on_device(kv_lens)
         queue(
-            tensormap.at(q_layout, operands.q.data.ptr),
-            tensormap.at(k_layout, operands.k.data.ptr),
-            tensormap.at(v_layout, operands.v.data.ptr),
-            tensormap.at(out_layout, operands.out.data.ptr),
+            *maps_at(
+                operands.q.data.ptr,
+                operands.k.data.ptr,
+                operands.v.data.ptr,
+                operands.out.data.ptr,
+            ),
             0 if lse is None else lse.data.ptr,
             0 if q_lens is None else q_lens.data.ptr,
             0 if kv_lens is None else kv_lens.data.ptr,

@@ -55,7 +55,7 @@ class Counters:
     def address(self) -> int:
         """Where the next launch on the current stream finds its counter."""
         stream = self._current_stream()
-        if stream.is_capturing():
+        if stream.ptr and stream.is_capturing():  # the legacy default stream never is
             return self._captured(stream)
         if not self._first or len(self._spare) < _FEW:
             self.provide()
