@@ -10,6 +10,8 @@ typedef unsigned u32;
 
 struct Float16 {};
 struct Bfloat16 {};
+struct E4m3 {};
+struct Int8 {};
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -116,6 +118,16 @@ __device__ __forceinline__ u32 pack(float low, float high, Bfloat16) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
+
+// cvt.rn.satfinite.e4m3x2.f32, twice: first in the lowest byte. Of compute capability 8.9 and newer.
+#if __CUDA_ARCH__ >= 890
+__device__ __forceinline__ u32 pack(float first, float second, float third, float fourth, E4m3) {
+    u16 low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(second), "f"(first));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(fourth), "f"(third));
+    return low | u32(high) << 16;
+}
+#endif
 
 // ex2.approx.ftz.f32
 __device__ __forceinline__ float exp2_approx(float x) {

@@ -6,7 +6,11 @@
 namespace cuflash {
 
 struct Config {
-    typedef CONFIG_ELEMENT Element;
+    typedef CONFIG_QK_ELEMENT QkElement;    // of Q and K
+    typedef CONFIG_V_ELEMENT VElement;      // of weights and V
+    typedef CONFIG_OUT_ELEMENT OutElement;  // 16 bits
+    static constexpr bool EIGHT = CONFIG_BITS == 8;  // of what is multiplied
+    static constexpr int ITEM = CONFIG_BITS / 8;
     static constexpr int D = CONFIG_HEAD_DIM;  // buckets at or above the true dims; tensor copies fill up with zeros
     static constexpr int DV = CONFIG_HEAD_DIM_V;
     static constexpr int BN = CONFIG_KEYS;
@@ -25,19 +29,24 @@ struct Config {
     static constexpr bool LENGTHS = CONFIG_LENGTHS;        // of each batch entry
 
     static constexpr int THREADS = 128 * (GROUPS + 1);
-    // Shared memory holds panels of ROW_BYTES a row: 64 columns, or 32 where a head has no whole number of 64.
-    static constexpr int ROW_BYTES = D % 64 == 0 && DV % 64 == 0 ? 128 : 64;
-    static constexpr int PANEL = ROW_BYTES / 2;
+    // Shared memory holds panels of so many bytes a row: 128, or 64 where a head or a tile has no whole number of those.
+    // V of 8 bits lies with channels as rows, since products of 8 bits take both factors that way.
+    static constexpr int QK_ROW = EIGHT ? (D % 128 == 0 ? 128 : 64) : D % 64 == 0 && DV % 64 == 0 ? 128 : 64;
+    static constexpr int V_ROW = EIGHT ? (BN % 128 == 0 ? 128 : 64) : QK_ROW;
+    static constexpr int OUT_ROW = EIGHT ? 128 : QK_ROW;
+    static constexpr int QK_PANEL = QK_ROW / ITEM, V_PANEL = V_ROW / ITEM, OUT_PANEL = OUT_ROW / 2;
+    static constexpr int V_COLUMNS = EIGHT ? BN : DV, V_ROWS = EIGHT ? DV : BN;  // of a tile
     static constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24;
     static constexpr int CONSUMER_REGISTERS = RESIDENT == 2 ? 104 : GROUPS == 3 ? 160 : 240;
     static constexpr float STALE = 8.f;  // references stay until scores outgrow them by 2^8, which P and sums hold
 };
 static_assert(Config::GROUPS == 2 || Config::GROUPS == 3 && Config::RESIDENT == 1, "as many as registers allow");
 static_assert(Config::RESIDENT == 1 || Config::RESIDENT == 2 && !Config::PING_PONG, "turns are for the one block");
-static_assert(Config::D % Config::PANEL == 0 && Config::DV % Config::PANEL == 0, "whole panels");
-static_assert(Config::BN % 16 == 0 && Config::BN / Config::CLUSTER % 8 == 0, "whole steps, whole swizzles");
+static_assert(Config::D % Config::QK_PANEL == 0 && Config::DV % Config::OUT_PANEL == 0, "whole panels");
+static_assert(Config::V_COLUMNS % Config::V_PANEL == 0, "whole panels");
+static_assert(Config::BN % (Config::EIGHT ? 64 : 16) == 0 && Config::BN / Config::CLUSTER % 8 == 0, "whole steps, whole swizzles");
+static_assert(!Config::EIGHT || Config::SCORES == 0, "scores of 8 bits are taken as they are");
 static_assert(Config::CLUSTER == 1 || !Config::DYNAMIC, "the blocks of a pair would have to agree on a ticket");
-static_assert(!Config::OUT_OVER_Q || Config::DV <= Config::D, "out takes the place of Q");
 
 struct __align__(64) Arguments {
     TensorMap q, k, v, out;  // (columns, heads, rows, entries)
@@ -45,7 +54,12 @@ struct __align__(64) Arguments {
     const i64* q_lens;       // or null
     const i64* kv_lens;      // or null
     u32* counter;            // 0 before and after, where work is DYNAMIC
-    int q_heads, group, q_len, kv_len;
+    const float* q_scales;   // of 8 bits: (entries, q_heads, q_len)
+    const float* k_scales;   // (entries, kv_heads, key_blocks, 4): of 64 keys, those that a thread of a quad holds
+    const float* v_scales;   // (entries, kv_heads, DV)
+    const float* v_means;    // (entries, kv_heads, DV): what is added to out; or null
+    const float* lse_shifts; // (entries, q_heads, q_len): what is added to lse; or null
+    int q_heads, group, q_len, kv_len, key_blocks;
     int pack;                // heads of a group that lie side by side, row by row, in what a warpgroup works on
     int rows;                // of each of them: 64 / pack
     int inverse_pack;        // 2^16 / pack, rounded up: line * inverse_pack >> 16 is line / pack for lines up to 63
@@ -59,12 +73,12 @@ struct __align__(64) Arguments {
     float premultiply;       // of a raw score before that, where SCORES says so
     float unseen;            // largest score of a row that has seen no key: finite, so that hidden scores weigh 0
 };
-static_assert(sizeof(Arguments) == 640, "the fields and sizes in families/sm90.py");
+static_assert(sizeof(Arguments) == 704, "the fields and sizes in families/sm90.py");
 
 // Byte offsets in dynamic shared memory.
 struct Shared {
-    static constexpr u32 Q_GROUP = 64 * Config::D * 2, O_GROUP = 64 * Config::DV * 2;
-    static constexpr u32 K_STAGE = Config::BN * Config::D * 2, V_STAGE = Config::BN * Config::DV * 2;
+    static constexpr u32 Q_GROUP = 64 * Config::D * Config::ITEM, O_GROUP = 64 * Config::DV * 2;
+    static constexpr u32 K_STAGE = Config::BN * Config::D * Config::ITEM, V_STAGE = Config::BN * Config::DV * Config::ITEM;
     static constexpr u32 q = 0, k = q + Config::GROUPS * Q_GROUP, v = k + Config::STAGES * K_STAGE;
     static constexpr u32 after = v + Config::STAGES * V_STAGE;
     static constexpr u32 o = Config::OUT_OVER_Q ? q : after;
@@ -77,6 +91,7 @@ struct Shared {
     static constexpr u32 BYTES = works + 1024;
     static_assert(work_empty + 16 <= BYTES, "barriers and records");
     static_assert(Q_GROUP % 512 == 0 && K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && O_GROUP % 512 == 0, "swizzles");
+    static_assert(!Config::OUT_OVER_Q || O_GROUP <= Q_GROUP, "out takes the place of Q");
     static_assert(BYTES == CONFIG_SHARED_MEMORY && BYTES <= (Config::RESIDENT == 2 ? 115712 : 232448),
                   "what a block is launched with, and may have");
 };

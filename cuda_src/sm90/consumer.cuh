@@ -44,7 +44,7 @@ struct Consumer {
         return low_word(base + Shared::k, 16) + place.slot * (Shared::K_STAGE >> 4);
     }
     __device__ __forceinline__ u32 v_words(int slot) const {
-        return low_word(base + Shared::v, Config::BN * Config::ROW_BYTES) + slot * (Shared::V_STAGE >> 4);
+        return low_word(base + Shared::v, Config::EIGHT ? 16 : Config::BN * Config::V_ROW) + slot * (Shared::V_STAGE >> 4);
     }
 
     __device__ __forceinline__ bool next_work(Work& work) {
@@ -59,11 +59,11 @@ struct Consumer {
     __device__ __forceinline__ void clear_unused_lines() const {
         const int used = a.rows * a.pack;
         if (used == 64) return;
-        constexpr int UNITS = Config::ROW_BYTES / 16;
+        constexpr int UNITS = Config::QK_ROW / 16;
         const u32 zeros[4] = {0, 0, 0, 0};
-        for (int i = threadIdx.x % 128; i < (64 - used) * UNITS * (Config::D / Config::PANEL); i += 128) {
+        for (int i = threadIdx.x % 128; i < (64 - used) * UNITS * (Config::D / Config::QK_PANEL); i += 128) {
             const int unit = i % UNITS, line = i / UNITS % (64 - used), panel = i / UNITS / (64 - used);
-            store_unit(base + Shared::q + group * Shared::Q_GROUP + (panel * 64 + used + line) * Config::ROW_BYTES + 16 * unit,
+            store_unit(base + Shared::q + group * Shared::Q_GROUP + (panel * 64 + used + line) * Config::QK_ROW + 16 * unit,
                        zeros);
         }
         fence_async();
@@ -81,13 +81,13 @@ struct Consumer {
 
     // Rows of V past the used keys become 0: a weight of 0 times what memory holds there might be NaN.
     __device__ __forceinline__ void clear_values(int first_dead_row) const {
-        constexpr int UNITS = Config::ROW_BYTES / 16;
+        constexpr int UNITS = Config::V_ROW / 16;
         const u32 zeros[4] = {0, 0, 0, 0};
         const int rows = Config::BN - first_dead_row;
-        for (int i = threadIdx.x - 128; i < rows * UNITS * (Config::DV / Config::PANEL); i += 128 * Config::GROUPS) {
+        for (int i = threadIdx.x - 128; i < rows * UNITS * (Config::DV / Config::V_PANEL); i += 128 * Config::GROUPS) {
             const int unit = i % UNITS, row = i / UNITS % rows, panel = i / UNITS / rows;
             store_unit(base + Shared::v + place.slot * Shared::V_STAGE +
-                           (panel * Config::BN + first_dead_row + row) * Config::ROW_BYTES + 16 * unit,
+                           (panel * Config::BN + first_dead_row + row) * Config::V_ROW + 16 * unit,
                        zeros);
         }
         fence_async();
@@ -136,7 +136,8 @@ struct Consumer {
     // Weights of a tile, where nothing goes on beside it.
     template <bool FIRST>
     __device__ __forceinline__ void begin(int tile, bool hidden, const Sight& sight, const Span& span, Weights& weights,
-                                          Rows& rows) const {
+                                          Rows& rows, KeyScales& scales) const {
+        scales.load(tile);
         Scores scores;
         barrier_wait(k_full(), place.parity);
         begin_products();
@@ -145,15 +146,15 @@ struct Consumer {
         wait_products<0>();
         release(k_empty());
         release_queries_after(tile, span);
-        if (Config::SCORES) prepare_scores(scores, a.premultiply);
+        prepare_scores(scores, a.premultiply);
         if (hidden) sight.hide(scores, tile, a);
-        weigh<FIRST>(scores, rows, a);
+        weigh<FIRST>(scores, rows, scales, a);
         pack_weights(weights, scores);
     }
 
     // Rows past the used keys of the first tile.
     __device__ __forceinline__ void clear_dead_values(const Work& work) const {
-        if (Config::LENGTHS && work.kv_len < a.kv_len && work.kv_len < work.end * Config::BN) {
+        if (Config::LENGTHS && !Config::EIGHT && work.kv_len < a.kv_len && work.kv_len < work.end * Config::BN) {
             barrier_wait(base + Shared::v_full + 8 * place.slot, place.parity);
             clear_values(work.kv_len - (work.end - 1) * Config::BN);
         }
@@ -176,26 +177,28 @@ struct Consumer {
         pass_turn();
         wait_products<1>();
         release(k_empty());
-        if (Config::SCORES) prepare_scores(scores, a.premultiply);
+        prepare_scores(scores, a.premultiply);
     }
 
     // The tiles but the first: scores of each beside the values of the tile before.
-    __device__ __forceinline__ void walk(const Work& work, const Span& span, Out& out, Weights& weights, Rows& rows) {
+    __device__ __forceinline__ void walk(const Work& work, const Span& span, Out& out, Weights& weights, Rows& rows,
+                                         KeyScales& scales) {
         const Sight sight = sight_of(work);
         int tile = span.end - 2;
         auto turn = [&](bool hidden) {
             if (!Config::OVERLAP) {
                 end(out, weights, rows);
-                begin<false>(tile, hidden, sight, span, weights, rows);
+                begin<false>(tile, hidden, sight, span, weights, rows, scales);
                 return;
             }
             const Place<Config::STAGES> before = place;
             place.next();
+            scales.load(tile);
             Scores scores;
             multiply_both(scores, out, weights, rows, before);
             release_queries_after(tile, span);
             if (hidden) sight.hide(scores, tile, a);
-            weigh(scores, rows, a);
+            weigh(scores, rows, scales, a);
             wait_products<0>();
             release(base + Shared::v_empty + 8 * before.slot);
             pack_weights(weights, scores);
@@ -229,6 +232,38 @@ struct Consumer {
         place.next();
     }
 
+    // Of a line's row in arrays of (entries, heads, rows).
+    __device__ __forceinline__ i64 place_of(int half, const Work& work) const {
+        const int head = work.head + line(half) - row_of_pack(half) * a.pack;
+        return (i64(work.entry) * a.q_heads + head) * a.q_len + row_of(half, work);
+    }
+    __device__ __forceinline__ float row_scale(int half, const Work& work) const {
+        const bool there = Config::EIGHT && row_of(half, work) < a.q_len && line(half) < a.rows * a.pack;
+        return there ? __ldg(a.q_scales + place_of(half, work)) : 1.f;
+    }
+    __device__ __forceinline__ float lse_shift(int half, const Work& work) const {
+        return Config::EIGHT && a.lse_shifts != nullptr ? a.lse_shifts[place_of(half, work)] : 0.f;
+    }
+    // Values of 8 bits get back their scales, and what they are the differences from.
+    __device__ __forceinline__ void finish(const Work& work, Out& out, float (&inverse)[2]) const {
+        if (!Config::EIGHT) return;
+        const i64 head = (i64(work.entry) * (a.q_heads / a.group) + work.head / a.group) * Config::DV + 2 * (lane() % 4);
+#pragma unroll
+        for (int tile = 0; tile < Config::DV / 8; ++tile) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float scale = __ldg(a.v_scales + head + 8 * tile + e);
+                const float mean = a.v_means == nullptr ? 0.f : __ldg(a.v_means + head + 8 * tile + e);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float& value = out[4 * tile + 2 * half + e];
+                    value = inverse[half] == 0.f ? 0.f : fmaf(value * inverse[half], scale, mean);
+                }
+            }
+        }
+        inverse[0] = inverse[1] = 1.f;
+    }
+
     // Divides by the row sums and stores 64 rows; those without a key are 0.
     __device__ __forceinline__ void store(const Work& work, Out& out, Rows& rows) {
         float inverse[2];
@@ -241,8 +276,8 @@ struct Consumer {
             const bool dead = total == 0.f || row >= work.q_len;
             inverse[half] = dead ? 0.f : 1.f / total;
             if (a.lse != nullptr && lane() % 4 == 0 && row < a.q_len && line(half) < a.rows * a.pack)
-                a.lse[(i64(work.entry) * a.q_heads + work.head + line(half) - row_of_pack(half) * a.pack) * a.q_len + row] =
-                    dead ? minus_infinity() : 0.693147181f * (__fmul_rn(rows.top[half], a.factor) + __log2f(total));
+                a.lse[place_of(half, work)] =
+                    dead ? minus_infinity() : lse_of(rows, half, total, a) + lse_shift(half, work);
             if (dead) {  // 0 even where sums are not finite
 #pragma unroll
                 for (int i = 2 * half; i < Config::DV / 2; i += 4) out[i] = out[i + 1] = 0.f;
@@ -253,26 +288,27 @@ struct Consumer {
             if (is_leader()) wait_stores_read();  // of the work before
             meet(STORE + group, 128);
         }
-        constexpr int STEPS = Config::PANEL / 16;
+        finish(work, out, inverse);
+        constexpr int STEPS = Config::OUT_PANEL / 16;
         const int at = warp_row() + lane() % 16;
 #pragma unroll
         for (int step = 0; step < Config::DV / 16; ++step) {
             const float(&o)[Config::DV / 2] = out;
             const int i = 8 * step;
-            const u32 matrices[4] = {pack(o[i] * inverse[0], o[i + 1] * inverse[0], Config::Element()),
-                                     pack(o[i + 2] * inverse[1], o[i + 3] * inverse[1], Config::Element()),
-                                     pack(o[i + 4] * inverse[0], o[i + 5] * inverse[0], Config::Element()),
-                                     pack(o[i + 6] * inverse[1], o[i + 7] * inverse[1], Config::Element())};
+            const u32 matrices[4] = {pack(o[i] * inverse[0], o[i + 1] * inverse[0], Config::OutElement()),
+                                     pack(o[i + 2] * inverse[1], o[i + 3] * inverse[1], Config::OutElement()),
+                                     pack(o[i + 4] * inverse[0], o[i + 5] * inverse[0], Config::OutElement()),
+                                     pack(o[i + 6] * inverse[1], o[i + 7] * inverse[1], Config::OutElement())};
             const int unit = step % STEPS * 2 + lane() / 16;
-            const int swizzled = Config::ROW_BYTES == 128 ? unit ^ (at % 8) : unit ^ (at / 2 % 4);
-            store_matrices(to + (step / STEPS * 64 + at) * Config::ROW_BYTES + 16 * swizzled, matrices);
+            const int swizzled = Config::OUT_ROW == 128 ? unit ^ (at % 8) : unit ^ (at / 2 % 4);
+            store_matrices(to + (step / STEPS * 64 + at) * Config::OUT_ROW + 16 * swizzled, matrices);
         }
         fence_async();
         meet(STORE + group, 128);
         if (is_leader()) {
 #pragma unroll
-            for (int panel = 0; panel < Config::DV / Config::PANEL; ++panel)
-                store_box(a.out, to + panel * 64 * Config::ROW_BYTES, panel * Config::PANEL, work.head,
+            for (int panel = 0; panel < Config::DV / Config::OUT_PANEL; ++panel)
+                store_box(a.out, to + panel * 64 * Config::OUT_ROW, panel * Config::OUT_PANEL, work.head,
                           work.first_row + group * a.rows, work.entry);
             commit_stores();
             if (Config::OUT_OVER_Q) {
@@ -295,7 +331,8 @@ struct Consumer {
         while (more) {
             Out out;
             Rows rows;
-            clear(out), rows.reset(a);
+            const float scales_of_rows[2] = {row_scale(0, work), row_scale(1, work)};
+            clear(out), rows.reset(scales_of_rows, a);
             await_queries();
             if (work.begin >= work.end) {
                 store(work, out, rows);
@@ -311,8 +348,9 @@ struct Consumer {
 #pragma unroll 1
                 for (int tile = work.end; tile > span.end; --tile) pass<true>();
             }
-            begin<true>(span.end - 1, true, sight_of(work), span, weights, rows);
-            walk(work, span, out, weights, rows);
+            KeyScales scales(work, a);
+            begin<true>(span.end - 1, true, sight_of(work), span, weights, rows, scales);
+            walk(work, span, out, weights, rows, scales);
             end(out, weights, rows);
             if (Config::SKIPS && Config::LEFT) {
 #pragma unroll 1

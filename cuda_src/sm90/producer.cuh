@@ -6,7 +6,8 @@
 namespace cuflash {
 
 __device__ __forceinline__ void produce(u32 base, int rank, const Arguments& a) {
-    constexpr int PART = Config::BN / Config::CLUSTER;  // rows of K and V that this block fetches for the cluster
+    // Rows of a tile of K and V that this block fetches for the cluster.
+    constexpr int PART = Config::BN / Config::CLUSTER, V_PART = Config::V_ROWS / Config::CLUSTER;
     Place<Config::STAGES> k_place(1), v_place(1);
     Place<2> work_place(1);
     u32 q_parity = 1;
@@ -27,24 +28,25 @@ __device__ __forceinline__ void produce(u32 base, int rank, const Arguments& a) 
     };
     auto load_keys = [&](int tile) {
         const u32 full = base + Shared::k_full + 8 * k_place.slot;
-        const u32 to = base + Shared::k + k_place.slot * Shared::K_STAGE + rank * PART * Config::ROW_BYTES;
+        const u32 to = base + Shared::k + k_place.slot * Shared::K_STAGE + rank * PART * Config::QK_ROW;
         barrier_wait(base + Shared::k_empty + 8 * k_place.slot, k_place.parity);
         barrier_expect(full, Shared::K_STAGE);
 #pragma unroll
-        for (int panel = 0; panel < Config::D / Config::PANEL; ++panel)
-            load(to + panel * Config::BN * Config::ROW_BYTES, a.k, full, panel * Config::PANEL, kv_head,
+        for (int panel = 0; panel < Config::D / Config::QK_PANEL; ++panel)
+            load(to + panel * Config::BN * Config::QK_ROW, a.k, full, panel * Config::QK_PANEL, kv_head,
                  tile * Config::BN + rank * PART);
         k_place.next();
     };
     auto load_values = [&](int tile) {
         const u32 full = base + Shared::v_full + 8 * v_place.slot;
-        const u32 to = base + Shared::v + v_place.slot * Shared::V_STAGE + rank * PART * Config::ROW_BYTES;
+        const u32 to = base + Shared::v + v_place.slot * Shared::V_STAGE + rank * V_PART * Config::V_ROW;
         barrier_wait(base + Shared::v_empty + 8 * v_place.slot, v_place.parity);
         barrier_expect(full, Shared::V_STAGE);
 #pragma unroll
-        for (int panel = 0; panel < Config::DV / Config::PANEL; ++panel)
-            load(to + panel * Config::BN * Config::ROW_BYTES, a.v, full, panel * Config::PANEL, kv_head,
-                 tile * Config::BN + rank * PART);
+        for (int panel = 0; panel < Config::V_COLUMNS / Config::V_PANEL; ++panel)
+            load(to + panel * Config::V_ROWS * Config::V_ROW, a.v, full,
+                 panel * Config::V_PANEL + (Config::EIGHT ? tile * Config::BN : 0), kv_head,
+                 rank * V_PART + (Config::EIGHT ? 0 : tile * Config::BN));
         v_place.next();
     };
 
@@ -63,11 +65,11 @@ __device__ __forceinline__ void produce(u32 base, int rank, const Arguments& a) 
                 barrier_arrive(full);
                 continue;
             }
-            barrier_expect(full, Config::D * 2 * a.rows * a.pack);
+            barrier_expect(full, Config::D * Config::ITEM * a.rows * a.pack);
 #pragma unroll
-            for (int panel = 0; panel < Config::D / Config::PANEL; ++panel)
-                load_box(base + Shared::q + group * Shared::Q_GROUP + panel * 64 * Config::ROW_BYTES, a.q, full,
-                         panel * Config::PANEL, work.head, work.first_row + group * a.rows, work.entry);
+            for (int panel = 0; panel < Config::D / Config::QK_PANEL; ++panel)
+                load_box(base + Shared::q + group * Shared::Q_GROUP + panel * 64 * Config::QK_ROW, a.q, full,
+                         panel * Config::QK_PANEL, work.head, work.first_row + group * a.rows, work.entry);
         }
         q_parity ^= 1;
 #pragma unroll 1

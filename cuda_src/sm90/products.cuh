@@ -3,38 +3,44 @@
 #pragma once
 
 #include "sm90/softmax.cuh"
+#include "sm90/softmax8.cuh"
 #include "common/ptx_wgmma.cuh"
 
 namespace cuflash {
 
-constexpr u32 SWIZZLE = Config::ROW_BYTES == 128 ? 1 : 2;  // of 128 or 64 bytes
-constexpr u64 DESCRIPTOR = u64((8 * Config::ROW_BYTES >> 4) | SWIZZLE << 30) << 32;  // 8 rows to the next 8
+// 8 rows to the next 8; swizzled as rows of so many bytes are.
+__device__ __forceinline__ constexpr u64 descriptor(int row) {
+    return u64((8 * row >> 4) | (row == 128 ? 1 : 2) << 30) << 32;
+}
 
 __device__ __forceinline__ u32 low_word(u32 address, u32 leading_bytes) {
     return ((address & 0x3ffff) >> 4) | (leading_bytes >> 4) << 16;
 }
 
-// Words to add for step `step` of 16 columns, in panels of `rows` rows.
-__device__ __forceinline__ constexpr u32 column_step(int step, int rows) {
-    constexpr int STEPS = Config::PANEL / 16;
-    return (step / STEPS * rows * Config::ROW_BYTES + step % STEPS * 32) >> 4;
+// Words to add for step `step` of 32 bytes, in panels of `rows` rows of `row` bytes.
+__device__ __forceinline__ constexpr u32 column_step(int step, int rows, int row) {
+    const int steps = row / 32;
+    return (step / steps * rows * row + step % steps * 32) >> 4;
 }
 
 // scores = Q Kᵀ
 __device__ __forceinline__ void multiply_queries_and_keys(Scores& scores, u32 q, u32 k) {
+    start_scores(scores);
 #pragma unroll
-    for (int step = 0; step < Config::D / 16; ++step) {
-        const u64 keys = DESCRIPTOR | (k + column_step(step, Config::BN));
-        multiply_keys(scores, DESCRIPTOR | (q + column_step(step, 64)), keys, step > 0, Config::Element());
+    for (int step = 0; step < Config::D * Config::ITEM / 32; ++step) {
+        const u64 queries = descriptor(Config::QK_ROW) | (q + column_step(step, 64, Config::QK_ROW));
+        const u64 keys = descriptor(Config::QK_ROW) | (k + column_step(step, Config::BN, Config::QK_ROW));
+        multiply_keys(scores, queries, keys, ADD_TO_START || step > 0, Config::QkElement());
     }
 }
 
 // out += P V
 __device__ __forceinline__ void multiply_weights_and_values(Out& out, const Weights& weights, u32 v) {
 #pragma unroll
-    for (int step = 0; step < Config::BN / 16; ++step) {
+    for (int step = 0; step < Config::BN * Config::ITEM / 32; ++step) {
         const u32 rows[4] = {weights[4 * step], weights[4 * step + 1], weights[4 * step + 2], weights[4 * step + 3]};
-        multiply_values(out, rows, DESCRIPTOR | (v + (step * 16 * Config::ROW_BYTES >> 4)), true, Config::Element());
+        const u32 at = Config::EIGHT ? column_step(step, Config::DV, Config::V_ROW) : step * 16 * Config::V_ROW >> 4;
+        multiply_values(out, rows, descriptor(Config::V_ROW) | (v + at), true, Config::VElement());
     }
 }
 

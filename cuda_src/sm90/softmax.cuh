@@ -1,56 +1,35 @@
-// Scores of a warpgroup's 64 rows become weights. A thread holds two rows, 8 apart, of a tile's scores and of out: of
-// column tile t (8 columns) elements 4 t and 4 t + 1 of the first row, 4 t + 2 and 4 t + 3 of the second, in columns
-// 8 t + 2 (lane % 4) and the next.
+// Scores of a warpgroup's 64 lines become weights of 16 bits.
 #pragma once
 
 #include "common/tanh.cuh"
-#include "sm90/work.cuh"
+#include "sm90/lines.cuh"
 
+#if CONFIG_BITS == 16
 namespace cuflash {
 
-typedef float Scores[Config::BN / 2];
-typedef float Out[Config::DV / 2];
-typedef u32 Weights[Config::BN / 4];  // pairs of 16 bits: the registers that a product takes as its rows
+constexpr bool ADD_TO_START = false;
+__device__ __forceinline__ void start_scores(Scores&) {}
+
+// Of 8 bits alone.
+struct KeyScales {
+    __device__ __forceinline__ KeyScales(const Work&, const Arguments&) {}
+    __device__ __forceinline__ void load(int) {}
+};
 
 struct Rows {
     float top[2], total[2];  // reference, sum of weights
     float scale[2];          // what out is still to be multiplied by
     bool huge;               // whether a reference of the warp is
 
-    __device__ __forceinline__ void reset(const Arguments& a) {
+    __device__ __forceinline__ void reset(const float (&)[2], const Arguments& a) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) top[half] = a.unseen, total[half] = 0.f, scale[half] = 1.f;
         huge = false;
     }
 };
 
-// Which keys a thread's rows see: as columns of a tile, less those of the lane.
-struct Sight {
-    int centre[2], last;  // keys that the rows are aligned with; last key
-
-    __device__ __forceinline__ Sight(const Work& work, const int (&rows)[2]) {
-        const int column = 2 * (threadIdx.x % 4);
-        centre[0] = rows[0] + work.diagonal - column, centre[1] = rows[1] + work.diagonal - column;
-        last = work.kv_len - 1 - column;
-    }
-    // Selects, so that what a hidden key holds does not matter.
-    __device__ __forceinline__ void hide(Scores& scores, int tile, const Arguments& a) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int at = centre[half] - tile * Config::BN, end = last - tile * Config::BN;
-            const int high = Config::BOUNDED ? min(at + a.right, end) : end, low = at - a.left;
-#pragma unroll
-            for (int i = 2 * half; i < Config::BN / 2; i += 4)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int column = 2 * (i - 2 * half) + e;
-                    if (column > high || (Config::LEFT && column < low)) scores[i + e] = minus_infinity();
-                }
-        }
-    }
-};
-
 __device__ __forceinline__ void prepare_scores(Scores& scores, float premultiply) {
+    if (!Config::SCORES) return;
 #pragma unroll
     for (int i = 0; i < Config::BN / 2; ++i) {
         const float score = scores[i] * premultiply;
@@ -110,7 +89,7 @@ __device__ __forceinline__ void move_references(const Scores& scores, Rows& rows
 
 // Scores become weights, 2^(score * factor - top * factor). Before the FIRST tile there are no references.
 template <bool FIRST = false>
-__device__ __forceinline__ void weigh(Scores& scores, Rows& rows, const Arguments& a) {
+__device__ __forceinline__ void weigh(Scores& scores, Rows& rows, const KeyScales&, const Arguments& a) {
     rows.scale[0] = rows.scale[1] = 1.f;
     if (FIRST || __any_sync(~0u, outgrown(scores, rows, a))) move_references(scores, rows, a);
     if (rows.huge) {
@@ -135,7 +114,12 @@ __device__ __forceinline__ void weigh(Scores& scores, Rows& rows, const Argument
 __device__ __forceinline__ void pack_weights(Weights& weights, const Scores& scores) {
 #pragma unroll
     for (int i = 0; i < Config::BN / 4; ++i)
-        weights[i] = pack(scores[2 * i], scores[2 * i + 1], Config::Element());
+        weights[i] = pack(scores[2 * i], scores[2 * i + 1], Config::VElement());
+}
+
+// Natural logarithm of a row's sum of exponentials.
+__device__ __forceinline__ float lse_of(const Rows& rows, int half, float total, const Arguments& a) {
+    return 0.693147181f * (__fmul_rn(rows.top[half], a.factor) + __log2f(total));
 }
 
 __device__ __forceinline__ void scale_out(Out& out, const Rows& rows) {
@@ -145,3 +129,4 @@ __device__ __forceinline__ void scale_out(Out& out, const Rows& rows) {
 }
 
 }  // namespace cuflash
+#endif

@@ -32,9 +32,9 @@ _LINES = 64  # of scores, that a warpgroup multiplies
 
 # struct Arguments of cuda_src/sm90/config.cuh
 _MAPS = ("q", "k", "v", "out")
-_POINTERS = ("lse", "q_lens", "kv_lens", "counter")
+_POINTERS = ("lse", "q_lens", "kv_lens", "counter", "q_scales", "k_scales", "v_scales", "v_means", "lse_shifts")
 _INTS = (
-    *("q_heads", "group", "q_len", "kv_len", "pack", "rows", "inverse_pack", "packs"),
+    *("q_heads", "group", "q_len", "kv_len", "key_blocks", "pack", "rows", "inverse_pack", "packs"),
     *("all_packs", "row_tiles", "tickets", "section"),
     *("left", "right", "top_left"),
 )
@@ -221,7 +221,11 @@ def _specialisation(variant: _Variant) -> Specialisation:
     dims = variant.head_dim, variant.head_dim_v
     name = fused.module_name("sm90", dims, variant.dtype, marks)
     config: tuple[tuple[str, int | bool | str], ...] = (
-        ("element", fused.ELEMENT[variant.dtype]),
+        ("bits", 16),
+        ("qk_element", fused.ELEMENT[variant.dtype]),
+        ("v_element", fused.ELEMENT[variant.dtype]),
+        ("out_element", fused.ELEMENT[variant.dtype]),
+        ("score", "float"),
         ("head_dim", variant.head_dim),
         ("head_dim_v", variant.head_dim_v),
         ("keys", tile.keys),

@@ -18,7 +18,7 @@ _RANK = 4
 _ITEM_SIZE = 2
 
 # enum CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion of cuda.h
-_DTYPES = {"float16": 6, "bfloat16": 9}
+_DTYPES = {"uint8": 0, "float16": 6, "bfloat16": 9}
 _SWIZZLES = {64: 2, 128: 3}
 _L2_PROMOTION_256B = 3
 
@@ -120,7 +120,7 @@ def encode(
     ----------
     address : int
         Of the first element.
-    dtype : {"float16", "bfloat16"}
+    dtype : {"uint8", "float16", "bfloat16"}
     sizes, box : tuple of int
         Elements of the array, and of what is moved at a time, along each dimension, innermost
         first.
