@@ -15,7 +15,7 @@ struct Config {
     static constexpr int DV = CONFIG_HEAD_DIM_V;
     static constexpr int BN = CONFIG_KEYS;
     static constexpr int GROUPS = CONFIG_GROUPS;        // warpgroups that multiply, 64 query rows each
-    static constexpr int STAGES = 2;                    // tiles of K, and of V, in flight
+    static constexpr int STAGES = CONFIG_STAGES;        // tiles of K, and of V, in flight
     static constexpr int CLUSTER = CONFIG_CLUSTER;      // blocks that share loads of K and V
     static constexpr int RESIDENT = CONFIG_RESIDENT;    // blocks on a multiprocessor
     static constexpr bool OVERLAP = RESIDENT == 1;      // products beside softmax in a warpgroup; else another block's are

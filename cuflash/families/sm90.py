@@ -230,6 +230,7 @@ def _specialisation(variant: _Variant) -> Specialisation:
         ("head_dim_v", variant.head_dim_v),
         ("keys", tile.keys),
         ("groups", tile.groups),
+        ("stages", 2),
         ("cluster", tile.cluster),
         ("ping_pong", tile.ping_pong),
         ("out_over_q", tile.out_over_q),
