@@ -1,0 +1,108 @@
+"""8-bit attention: 16-bit arrays in and out, or what `quantize_fp8` made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..operands import Operands, adopt_all, bhsd_view
+from ..spec import AttentionSpec, Options
+from .emulate import attend
+from .inputs import check_out, checked_spec
+from .quantize import quantize_operands
+from .recipe import Fp8Recipe, recipe_of
+
+Array = np.ndarray[Any, Any]
+
+
+def attention_fp8(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    recipe: str | Fp8Recipe = "f8",
+    scale: float | None = None,
+    causal: bool = False,
+    causal_align: str = "bottom_right",
+    window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """Attention with q, k, v and the softmax's weights in 8 bit.
+
+    Parameters
+    ----------
+    q, k, v : array
+        float16, bfloat16 or float32, shaped as in `cuflash.attention`.
+    recipe : str or Fp8Recipe
+        How to quantise and to sum: a preset's name or every choice by itself.
+        ``"f8"`` has all of them in e4m3, ``"i8"`` q and k in int8, which is 1.5 times as precise;
+        with a ``"+"`` the first 128 values stay in 16 bit.
+    scale, causal, causal_align, window, softcap, q_lens, kv_lens, layout, return_lse, out
+        As in `cuflash.attention`. With `softcap` k keeps its mean, whatever the recipe says.
+
+    Returns
+    -------
+    out : ndarray of q's dtype, or the `out` that was given
+        A row that sees no key is 0.
+    lse : float32 ndarray, only with ``return_lse=True``
+        As in `cuflash.attention`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, what was given and what is expected, before anything runs.
+    NotImplementedError
+        For GPU arrays: the kernel is to come.
+
+    Notes
+    -----
+    NaN and Inf spread further than in 16-bit attention: see `quantize_fp8`.
+
+    Shah et al., "FlashAttention-3" (2024), section 3.3; Zhang et al., "SageAttention2" (2024),
+    section 3; balancing after Xiao et al., "SmoothQuant" (2022).
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from cuflash.fp8 import attention_fp8
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 512, 64)).astype(np.float16)
+    >>> exact = cuflash.attention(q, k, v).astype(np.float32)
+    >>> error = attention_fp8(q, k, v, recipe="i8") - exact
+    >>> bool(np.linalg.norm(error) < 0.04 * np.linalg.norm(exact))
+    True
+    """
+    chosen = recipe_of(recipe)
+    operands = adopt_all(q, k, v, None, None, out, q_lens, kv_lens, layout)
+    options = Options(
+        scale=scale,
+        causal=causal,
+        causal_align=causal_align,
+        window=window,
+        softcap=softcap,
+        layout=layout,
+        return_lse=return_lse,
+    )
+    spec = checked_spec(operands, options)
+    check_out(operands)
+    if spec.softcap is not None:
+        chosen = dataclasses.replace(chosen, center_k=False)
+    return _attend(spec, operands, chosen)
+
+
+def _attend(spec: AttentionSpec, operands: Operands, recipe: Fp8Recipe) -> Any:
+    shape = operands.q.shape
+    out = operands.out
+    if out is None:
+        out = np.empty((*shape[:-1], spec.head_dim_v), operands.q.dtype)
+    lse = np.empty((spec.batch, spec.q_heads, spec.q_len), np.float32) if spec.return_lse else None
+    attend(spec, quantize_operands(operands, recipe), bhsd_view(out, operands.layout), lse)
+    return out if lse is None else (out, lse[(0,) * (4 - len(shape))])
