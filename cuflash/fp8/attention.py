@@ -29,6 +29,7 @@ def attention_fp8(
     causal_align: str = "bottom_right",
     window: Sequence[int | None] | None = None,
     softcap: float | None = None,
+    mask: Any = None,
     q_lens: Any = None,
     kv_lens: Any = None,
     layout: str = "bhsd",
@@ -45,7 +46,8 @@ def attention_fp8(
         How to quantise and to sum: a preset's name or every choice by itself.
         ``"f8"`` has all of them in e4m3, ``"i8"`` q and k in int8, which is 1.5 times as precise;
         with a ``"+"`` the first 128 values stay in 16 bit.
-    scale, causal, causal_align, window, softcap, q_lens, kv_lens, layout, return_lse, out
+    scale, causal, causal_align, window, softcap, mask, q_lens, kv_lens, layout, return_lse,
+    out
         As in `cuflash.attention`. With `softcap` k keeps its mean, whatever the recipe says.
 
     Returns
@@ -81,7 +83,7 @@ def attention_fp8(
     True
     """
     chosen = recipe_of(recipe)
-    operands = adopt_all(q, k, v, None, None, out, q_lens, kv_lens, layout)
+    operands = adopt_all(q, k, v, mask, None, out, q_lens, kv_lens, layout)
     options = Options(
         scale=scale,
         causal=causal,
@@ -104,5 +106,8 @@ def _attend(spec: AttentionSpec, operands: Operands, recipe: Fp8Recipe) -> Any:
     if out is None:
         out = np.empty((*shape[:-1], spec.head_dim_v), operands.q.dtype)
     lse = np.empty((spec.batch, spec.q_heads, spec.q_len), np.float32) if spec.return_lse else None
-    attend(spec, quantize_operands(operands, recipe), bhsd_view(out, operands.layout), lse)
+    mask = None
+    if operands.mask is not None:
+        mask = np.broadcast_to(operands.mask, (spec.batch, spec.q_heads, spec.q_len, spec.kv_len))
+    attend(spec, quantize_operands(operands, recipe), bhsd_view(out, operands.layout), lse, mask)
     return out if lse is None else (out, lse[(0,) * (4 - len(shape))])

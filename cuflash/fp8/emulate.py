@@ -29,8 +29,16 @@ _OCTAVES_BELOW = 20.0
 _BLOCK_ROWS = 1024  # one tile of scores is half a MiB
 
 
-def attend(spec: AttentionSpec, tensors: Fp8Tensors, out: Array, lse: Array | None) -> None:
-    """Fill `out` (batch, q_heads, q_len, dim of v) and `lse` (batch, q_heads, q_len)."""
+def attend(
+    spec: AttentionSpec,
+    tensors: Fp8Tensors,
+    out: Array,
+    lse: Array | None,
+    mask: Array | None = None,
+) -> None:
+    """Fill `out` (batch, q_heads, q_len, dim of v) and `lse` (batch, q_heads, q_len); True in
+    `mask` (batch, q_heads, q_len, kv_len) attends.
+    """
     with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
         for b in range(spec.batch):
             q_len = spec.q_len if tensors.q_lens is None else int(tensors.q_lens[b])
@@ -42,7 +50,8 @@ def attend(spec: AttentionSpec, tensors: Fp8Tensors, out: Array, lse: Array | No
                 keys = _Keys(spec, tensors, b, head, kv_len)
                 rows = max(1, _BLOCK_ROWS // spec.group)
                 for first in range(0, q_len, rows):
-                    block = _Block(spec, tensors, keys, first, min(first + rows, q_len), q_len)
+                    last = min(first + rows, q_len)
+                    block = _Block(spec, tensors, keys, mask, first, last, q_len)
                     block.run()
                     block.store(out, lse)
 
@@ -85,6 +94,7 @@ class _Block:
         spec: AttentionSpec,
         tensors: Fp8Tensors,
         keys: _Keys,
+        mask: Array | None,
         first: int,
         last: int,
         q_len: int,
@@ -94,6 +104,7 @@ class _Block:
         self.first, self.last = first, last
         self.diagonal = 0 if spec.top_left else keys.length - q_len
         self.q_heads = slice(keys.head * spec.group, (keys.head + 1) * spec.group)
+        self.mask = None if mask is None else mask[b, self.q_heads, first:last]
         self.mean_scores = None
         if tensors.mean_scores is not None:
             self.mean_scores = tensors.mean_scores[b, self.q_heads, first:last].reshape(-1, 1)
@@ -153,6 +164,9 @@ class _Block:
             np.tanh(scores, out=scores)
             scores *= self.after
         visible = self.spec.visible_keys(self.first, self.last - 1, self.diagonal, begin, end)
+        if self.mask is not None:
+            mask = self.mask[:, :, begin:end]
+            visible = mask if visible is None else mask & visible
         if visible is not None:
             stacked = scores.reshape(self.spec.group, self.last - self.first, end - begin)
             np.copyto(stacked, -np.inf, where=~visible)

@@ -37,7 +37,7 @@ def check_out(operands: Operands) -> None:
         return
     if not out.flags.writeable:
         raise ValueError("out: got a read-only array; expected one that can be written")
-    for name in ("q", "k", "v", "q_lens", "kv_lens"):
+    for name in ("q", "k", "v", "mask", "q_lens", "kv_lens"):
         array = getattr(operands, name)
         if array is not None and may_overlap(out, array):
             raise ValueError(f"out: shares memory with {name}; expected memory of its own")

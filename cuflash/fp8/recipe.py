@@ -170,6 +170,46 @@ class Fp8Recipe:
         return hash(self._key())
 
 
+def _one_of_blocks(name: str, value: Any, allowed: tuple[Block, ...]) -> Block:
+    wrong_type = isinstance(value, (bool, np.bool_)) or not isinstance(
+        value, (str, numbers.Integral)
+    )
+    if wrong_type or value not in allowed:
+        raise ValueError(f"{name}: got {value!r}; expected one of {', '.join(map(repr, allowed))}")
+    return value if isinstance(value, str) else int(value)
+
+
+def _seed(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"seed: got {value!r}; expected an integer or None")
+    if value < 0:
+        raise ValueError(f"seed: got {value!r}; expected 0 or more")
+    return int(value)
+
+
+def _orthogonal_copy(matrix: Array) -> Array:
+    """A read-only float32 copy of an orthogonal matrix."""
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
+        raise ValueError(f"rotation: got shape {matrix.shape}; expected a square matrix")
+    try:
+        double = matrix.astype(np.float64, casting="same_kind")
+    except TypeError as error:
+        raise TypeError(f"rotation: got dtype {matrix.dtype}; expected real numbers") from error
+    if not np.isfinite(double).all():
+        raise ValueError("rotation: got NaN or Inf; expected an orthogonal matrix")
+    error_size = float(np.abs(double @ double.T - np.eye(len(double))).max())
+    if error_size > _ORTHOGONAL_WITHIN:
+        raise ValueError(
+            f"rotation: got a matrix M with M @ M.T {error_size:.3g} away from the identity; "
+            f"expected an orthogonal one, within {_ORTHOGONAL_WITHIN:g}"
+        )
+    copy = double.astype(np.float32)
+    copy.flags.writeable = False
+    return copy
+
+
 _PLAIN = Fp8Recipe(
     rotation=None,
     q_block="tensor",
@@ -220,43 +260,3 @@ def recipe_of(recipe: str | Fp8Recipe) -> Fp8Recipe:
             f"{suggestion(recipe, tuple(PRESETS))}"
         )
     return PRESETS[recipe]
-
-
-def _one_of_blocks(name: str, value: Any, allowed: tuple[Block, ...]) -> Block:
-    wrong_type = isinstance(value, (bool, np.bool_)) or not isinstance(
-        value, (str, numbers.Integral)
-    )
-    if wrong_type or value not in allowed:
-        raise ValueError(f"{name}: got {value!r}; expected one of {', '.join(map(repr, allowed))}")
-    return value if isinstance(value, str) else int(value)
-
-
-def _seed(value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"seed: got {value!r}; expected an integer or None")
-    if value < 0:
-        raise ValueError(f"seed: got {value!r}; expected 0 or more")
-    return int(value)
-
-
-def _orthogonal_copy(matrix: Array) -> Array:
-    """A read-only float32 copy of an orthogonal matrix."""
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
-        raise ValueError(f"rotation: got shape {matrix.shape}; expected a square matrix")
-    try:
-        double = matrix.astype(np.float64, casting="same_kind")
-    except TypeError as error:
-        raise TypeError(f"rotation: got dtype {matrix.dtype}; expected real numbers") from error
-    if not np.isfinite(double).all():
-        raise ValueError("rotation: got NaN or Inf; expected an orthogonal matrix")
-    error_size = float(np.abs(double @ double.T - np.eye(len(double))).max())
-    if error_size > _ORTHOGONAL_WITHIN:
-        raise ValueError(
-            f"rotation: got a matrix M with M @ M.T {error_size:.3g} away from the identity; "
-            f"expected an orthogonal one, within {_ORTHOGONAL_WITHIN:g}"
-        )
-    copy = double.astype(np.float32)
-    copy.flags.writeable = False
-    return copy
