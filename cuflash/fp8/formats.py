@@ -37,24 +37,25 @@ def round_e4m3(values: Array) -> Array:
     carried += bits
     carried += np.uint32((1 << (_DROPPED - 1)) - 1)
     carried &= np.uint32(0xFFFFFFFF << _DROPPED & 0xFFFFFFFF)
-    rounded = carried.view(np.float32)
+    rounded: Array = carried.view(np.float32)
     np.copyto(rounded, _round_subnormal(values), where=np.abs(values) < _SMALLEST_NORMAL)
     np.copyto(rounded, values, where=np.isnan(values))
     return rounded
 
 
 def round_weights(weights: Array) -> Array:
-    """`round_e4m3` of values from 0 to 448 and NaN, in fewer passes over memory."""
+    """`round_e4m3` of contiguous values of 0 and more, and NaN, in fewer passes over memory."""
     bits = weights.view(np.uint32)
     carried = bits >> np.uint32(_DROPPED)
     carried &= np.uint32(1)
     carried += bits
     carried += np.uint32((1 << (_DROPPED - 1)) - 1)
     carried &= np.uint32(0xFFFFFFFF << _DROPPED & 0xFFFFFFFF)
-    rounded = carried.view(np.float32)
+    rounded: Array = carried.view(np.float32)
     small = weights + _SUBNORMAL_ROUNDER
     small -= _SUBNORMAL_ROUNDER
     np.copyto(rounded, small, where=weights < _SMALLEST_NORMAL)
+    np.minimum(rounded, np.float32(E4M3_MAX), out=rounded)
     return rounded
 
 
@@ -70,8 +71,7 @@ def encode_e4m3(values: Array) -> Array:
     steps = np.where(nan, 0, size / np.float32(_SUBNORMAL_STEP)).astype(np.uint32)
     codes = np.where(size < _SMALLEST_NORMAL, steps, normal)
     codes |= bits >> np.uint32(31) << np.uint32(7)
-    codes[nan] = _NAN_CODE
-    return codes.astype(np.uint8)
+    return np.where(nan, _NAN_CODE, codes).astype(np.uint8)
 
 
 def decode_e4m3(codes: Array) -> Array:
@@ -83,8 +83,7 @@ def decode_e4m3(codes: Array) -> Array:
 def encode_int8(values: Array) -> Array:
     """Bytes of the nearest integers from -127 to 127; NaN becomes 0, as in GPUs' converts."""
     whole = np.clip(np.rint(np.asarray(values, np.float32)), -INT8_MAX, INT8_MAX)
-    whole[np.isnan(whole)] = 0
-    return whole.astype(np.int8).view(np.uint8)
+    return np.where(np.isnan(whole), 0, whole).astype(np.int8).view(np.uint8)
 
 
 def decode_int8(codes: Array) -> Array:
@@ -109,8 +108,8 @@ def decode(codes: Array, dtype: str) -> Array:
 
 def _round_subnormal(values: Array) -> Array:
     """Multiples of the subnormals' step, with the sign of zero kept."""
-    rounded = (values + _SUBNORMAL_ROUNDER) - _SUBNORMAL_ROUNDER
-    return np.copysign(rounded, values)
+    rounded: Array = np.copysign((values + _SUBNORMAL_ROUNDER) - _SUBNORMAL_ROUNDER, values)
+    return rounded
 
 
 def _e4m3_values() -> Array:

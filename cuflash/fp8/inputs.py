@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..arrays import CPU, may_overlap
 from ..operands import Operands, spec_of
 from ..spec import AttentionSpec, Options
@@ -39,5 +41,5 @@ def check_out(operands: Operands) -> None:
         raise ValueError("out: got a read-only array; expected one that can be written")
     for name in ("q", "k", "v", "mask", "q_lens", "kv_lens"):
         array = getattr(operands, name)
-        if array is not None and may_overlap(out, array):
+        if isinstance(array, np.ndarray) and may_overlap(out, array):
             raise ValueError(f"out: shares memory with {name}; expected memory of its own")

@@ -136,8 +136,8 @@ def quantize_operands(operands: Operands, recipe: Fp8Recipe) -> Fp8Tensors:
         tensor("v", operands.v, v_codes, v_scale, mean=v_mean, residual=residual),
         first_values,
         mean_scores,
-        q_lens,
-        kv_lens,
+        _copy_of(q_lens),
+        _copy_of(kv_lens),
     )
 
 
@@ -210,6 +210,10 @@ def _round(
         sizes = np.maximum(sizes, largest_sizes(first, block) * np.float32(limit))
     scales = scales_of(sizes, largest(dtype))
     return encode(divided(rows, scales, block), dtype), scales
+
+
+def _copy_of(lens: Array | None) -> Array | None:
+    return None if lens is None else lens.astype(np.int64)
 
 
 def _nonzero(scales: Array) -> Array:

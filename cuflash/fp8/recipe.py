@@ -27,6 +27,7 @@ K_BLOCKS: tuple[Block, ...] = (*Q_BLOCKS, "columns")
 V_BLOCKS: tuple[Block, ...] = (*Q_BLOCKS, "channel")
 ROTATION_BLOCKS = (16, 32, 64)
 
+_BLOCKS_BEYOND_TOKENS: tuple[Block, ...] = ("tensor", "head", "channel")
 _LARGEST_P_SCALE = 448.0
 _ORTHOGONAL_WITHIN = 1e-4
 
@@ -76,7 +77,7 @@ class Fp8Recipe:
         added in float32 (``"two_level"``), or all tiles in one accumulator (``"single"``).
     first_tile_16bit : bool
         Multiply the weights of the first 128 keys with the original v in 16 bit: attention sinks
-        carry much weight.
+        carry much weight. Tokens then share v's scale: `v_block` is "tensor", "head" or "channel".
 
     Raises
     ------
@@ -128,6 +129,12 @@ class Fp8Recipe:
             )
         object.__setattr__(self, "p_scale", p_scale)
         self._check_rotation()
+        if self.first_tile_16bit and self.v_block not in _BLOCKS_BEYOND_TOKENS:
+            raise ValueError(
+                f"v_block: got {self.v_block!r}; expected one of "
+                f"{', '.join(map(repr, _BLOCKS_BEYOND_TOKENS))} with first_tile_16bit, whose "
+                "products share v's scale"
+            )
 
     def _check_rotation(self) -> None:
         rotation = self.rotation

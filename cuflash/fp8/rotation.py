@@ -6,6 +6,7 @@ as FlashAttention-3 (Shah et al. 2024, section 3.3) applies it to q and k.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -65,12 +66,13 @@ class Rotation:
         return mixed[..., : self.head_dim]
 
     def _mix(self, rows: Array) -> Array:
-        blocks = rows.reshape(-1, self.block)
-        mixed = walsh_hadamard(blocks)
-        mixed *= np.float32(1 / math.sqrt(self.block))
-        return mixed.reshape(rows.shape)
+        blocks = walsh_hadamard(rows.reshape(-1, self.block))
+        blocks *= np.float32(1 / math.sqrt(self.block))
+        mixed: Array = blocks.reshape(rows.shape)
+        return mixed
 
 
+@functools.lru_cache(maxsize=16)
 def rotation_of(recipe: Fp8Recipe, head_dim: int, heads: int) -> Rotation:
     """The rotation of a recipe for a head dim and a number of kv heads.
 
@@ -122,6 +124,7 @@ def random_signs(seed: int | None, heads: int, dim: int) -> Array:
     # The bit generator's raw output is fixed for good, unlike what a Generator makes of it.
     top_bits = np.random.PCG64(seed).random_raw(heads * dim) >> np.uint64(63)
     signs: Array = (1 - 2 * top_bits.astype(np.float32)).reshape(heads, 1, dim)
+    signs.flags.writeable = False
     return signs
 
 
@@ -131,10 +134,12 @@ def random_orthogonal(seed: int, heads: int, dim: int) -> Array:
     QR of normal matrices, with the signs that make it unique (Mezzadri 2007).
     """
     raw = np.random.PCG64(seed).random_raw(2 * heads * dim * dim)
+    # Box and Muller's map, on raw output for the reason given above.
     uniform = ((raw >> np.uint64(11)) + 0.5) * 2.0**-53
     radius, angle = uniform.reshape(2, heads, dim, dim)
     normal = np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)
     orthogonal, triangular = np.linalg.qr(normal)
     signs = np.sign(np.diagonal(triangular, axis1=-2, axis2=-1))
     rotation: Array = (orthogonal * signs[:, None, :]).astype(np.float32)
+    rotation.flags.writeable = False
     return rotation

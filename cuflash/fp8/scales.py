@@ -55,22 +55,33 @@ def largest_sizes(values: Array, block: Block) -> Array:
     """The largest absolute value of each group, NaN where it holds one; 0 for an empty group."""
     shape = scale_shape(block, values.shape)
     sizes = np.abs(values)
+    largest: Array
     if block == "tensor":
-        return sizes.max(initial=0).reshape(shape)
-    if not varies_along_tokens(block):
-        axes = (-1, -2) if block == "head" else (-2,)
-        return sizes.max(axis=axes, initial=0).reshape(shape)
-    by_token = sizes.max(axis=-1, initial=0)
+        largest = np.max(sizes, initial=0)
+    elif block == "head":
+        largest = np.max(sizes, axis=(2, 3), initial=0)
+    elif block == "channel":
+        largest = np.max(sizes, axis=2, initial=0)
+    else:
+        largest = _largest_along_tokens(np.max(sizes, axis=3, initial=0), block)
+    return largest.reshape(shape)
+
+
+def _largest_along_tokens(sizes: Array, block: Block) -> Array:
+    """Of (batch, heads, tokens), the largest of each group."""
     if block == "token":
-        return by_token.reshape(shape)
+        return sizes
     step = TILE_KEYS if block == "columns" else int(block)
-    batch, heads, tokens = by_token.shape
-    padded = np.zeros((batch, heads, -(-tokens // step) * step), by_token.dtype)
-    padded[..., :tokens] = by_token
+    batch, heads, tokens = sizes.shape
+    steps = -(-tokens // step)
+    padded = np.zeros((batch, heads, steps * step), sizes.dtype)
+    padded[..., :tokens] = sizes
+    largest: Array
     if block == "columns":
-        tiles = padded.reshape(batch, heads, -1 if padded.size else 0, step // 8, 4, 2)
-        return tiles.max(axis=(3, 5)).reshape(shape)
-    return padded.reshape(*shape[:3], step).max(axis=-1).reshape(shape)
+        largest = np.max(padded.reshape(batch, heads, steps, step // 8, 4, 2), axis=(3, 5))
+    else:
+        largest = np.max(padded.reshape(batch, heads, steps, step), axis=3)
+    return largest
 
 
 def scales_of(sizes: Array, largest_code: float) -> Array:

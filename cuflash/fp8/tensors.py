@@ -10,7 +10,7 @@ import numpy as np
 from ..operands import bhsd_view
 from ..validate import LAYOUTS, one_of
 from .formats import decode
-from .recipe import Block, Fp8Recipe
+from .recipe import TILE_KEYS, Block, Fp8Recipe
 from .rotation import Rotation, rotation_of
 from .scales import scale_shape, spread
 
@@ -138,23 +138,21 @@ class Fp8Tensor:
         before that, so they become the mean. A group that held NaN or Inf is NaN.
         """
         codes = self.codes
+        batch, heads, tokens, dim = codes.shape
+        if not codes.size:
+            return np.zeros((*self.data.shape[:-1], self.head_dim), np.float32)
         with np.errstate(invalid="ignore", over="ignore"):
             values = decode(codes, self.dtype) * spread(self.scale, self.block, codes.shape[2])
-            batch, heads, tokens, dim = values.shape
-            per_kv_head = (batch, self.kv_heads, -1 if values.size else 0, dim)
-            values = self.rotation.undo(values.reshape(per_kv_head))
+            values = self.rotation.undo(values.reshape(batch, self.kv_heads, -1, dim))
             if self.balance is not None:
                 values = values / self.balance if self.role == "q" else values * self.balance
             for mean in (self.mean, self.residual):
                 if mean is not None:
                     values = values + mean
-            if not values.size:
-                values = np.zeros((batch, heads, tokens, self.head_dim), np.float32)
-            values = values.reshape(batch, heads, tokens, self.head_dim)
-        absent = (0,) * (4 - self.data.ndim)
+        values = values.reshape(batch, heads, tokens, self.head_dim)
         if self.layout == "bshd" and self.data.ndim >= 3:
             values = values.swapaxes(1, 2)
-        plain: Array = values[absent]
+        plain: Array = values[(0,) * (4 - self.data.ndim)]
         return plain
 
 
@@ -216,7 +214,7 @@ class Fp8Tensors:
         if k.codes.shape[0] != batch:
             raise ValueError(f"k: got batch {k.codes.shape[0]}; expected q's batch, {batch}")
         _check_part("mean_scores", self.mean_scores, q.recipe.center_k, (batch, q_heads, q_len))
-        keys = min(v.codes.shape[2], 128)
+        keys = min(v.codes.shape[2], TILE_KEYS)
         _check_part(
             "first_values",
             self.first_values,
