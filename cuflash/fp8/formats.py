@@ -29,7 +29,8 @@ _NAN_CODE = 0x7F
 
 def round_e4m3(values: Array) -> Array:
     """The nearest e4m3 values, as float32; NaN stays NaN, what lies beyond ±448 becomes ±448."""
-    values = np.clip(np.asarray(values, np.float32), -E4M3_MAX, E4M3_MAX)
+    shape = np.shape(values)
+    values = np.clip(np.atleast_1d(np.asarray(values, np.float32)), -E4M3_MAX, E4M3_MAX)
     bits = values.view(np.uint32)
     # Half a unit, less one bit where the last kept bit is 0: ties go to even.
     carried = bits >> np.uint32(_DROPPED)
@@ -40,7 +41,7 @@ def round_e4m3(values: Array) -> Array:
     rounded: Array = carried.view(np.float32)
     np.copyto(rounded, _round_subnormal(values), where=np.abs(values) < _SMALLEST_NORMAL)
     np.copyto(rounded, values, where=np.isnan(values))
-    return rounded
+    return rounded.reshape(shape)
 
 
 def round_weights(weights: Array) -> Array:
@@ -61,7 +62,7 @@ def round_weights(weights: Array) -> Array:
 
 def encode_e4m3(values: Array) -> Array:
     """Codes of the nearest e4m3 values; NaN has the code 0x7f."""
-    rounded = round_e4m3(values)
+    rounded = np.atleast_1d(round_e4m3(values))
     bits = rounded.view(np.uint32)
     size = np.abs(rounded)
     nan = np.isnan(rounded)
@@ -71,7 +72,7 @@ def encode_e4m3(values: Array) -> Array:
     steps = np.where(nan, 0, size / np.float32(_SUBNORMAL_STEP)).astype(np.uint32)
     codes = np.where(size < _SMALLEST_NORMAL, steps, normal)
     codes |= bits >> np.uint32(31) << np.uint32(7)
-    return np.where(nan, _NAN_CODE, codes).astype(np.uint8)
+    return np.where(nan, _NAN_CODE, codes).astype(np.uint8).reshape(np.shape(values))
 
 
 def decode_e4m3(codes: Array) -> Array:
@@ -108,7 +109,9 @@ def decode(codes: Array, dtype: str) -> Array:
 
 def _round_subnormal(values: Array) -> Array:
     """Multiples of the subnormals' step, with the sign of zero kept."""
-    rounded: Array = np.copysign((values + _SUBNORMAL_ROUNDER) - _SUBNORMAL_ROUNDER, values)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        sums = values + _SUBNORMAL_ROUNDER
+    rounded: Array = np.copysign(sums - _SUBNORMAL_ROUNDER, values)
     return rounded
 
 

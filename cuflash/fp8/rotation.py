@@ -106,7 +106,7 @@ def walsh_hadamard(rows: Array) -> Array:
     """
     count, length = rows.shape
     # Channels outermost, so that every addition runs along many rows.
-    mixed = np.ascontiguousarray(rows.T)
+    mixed = np.array(rows.T, order="C")
     half = 1
     while half < length:
         pairs = mixed.reshape(length // (2 * half), 2, half, count)
