@@ -40,7 +40,7 @@ def round_e4m3(values: Array) -> Array:
     carried &= np.uint32(0xFFFFFFFF << _DROPPED & 0xFFFFFFFF)
     rounded: Array = carried.view(np.float32)
     np.copyto(rounded, _round_subnormal(values), where=np.abs(values) < _SMALLEST_NORMAL)
-    np.copyto(rounded, values, where=np.isnan(values))
+    np.copyto(rounded, np.nan, where=np.isnan(values))
     return rounded.reshape(shape)
 
 

@@ -107,9 +107,10 @@ def quantize_operands(operands: Operands, recipe: Fp8Recipe) -> Fp8Tensors:
         centred = keys if k_mean is None else keys.minus(k_mean)
         balance = _balance(queries, centred) if recipe.balance else None
         rotation = rotation_of(recipe, head_dim, kv_heads)
-        q_rows = rotation.apply(queries.rows if balance is None else queries.rows * balance)
-        k_rows = rotation.apply(centred.rows if balance is None else centred.rows / balance)
-        q_rows = q_rows.reshape(batch, q_heads, q_len, rotation.dim)
+        q_rows = queries.rows if balance is None else queries.rows * balance
+        k_rows = centred.rows if balance is None else centred.rows / balance
+        q_rows = queries.masked(rotation.apply(q_rows)).reshape(batch, q_heads, q_len, rotation.dim)
+        k_rows = centred.masked(rotation.apply(k_rows))
         q_codes, q_scale = _round(q_rows, recipe.q_block, recipe.qk_dtype)
         k_codes, k_scale = _round(k_rows, recipe.k_block, recipe.qk_dtype)
         mean_scores = None
@@ -174,10 +175,13 @@ class _Rows:
         return self.with_rows(np.square(self.rows)).mean()
 
     def minus(self, means: Array) -> _Rows:
-        rows = self.rows - means
+        return self.with_rows(self.masked(self.rows - means))
+
+    def masked(self, rows: Array) -> Array:
+        """Rows of the same tokens with 0 past the used lengths; `rows` may be written to."""
         if self.used is not None:
             np.copyto(rows, 0, where=~self.used)
-        return self.with_rows(rows)
+        return rows
 
 
 def _used(array: Array, lens: Array | None) -> _Rows:

@@ -98,8 +98,8 @@ def divided(values: Array, scales: Array, block: Block) -> Array:
     usable = scales > 0  # NaN is not
     inverse = np.where(usable, 1 / np.where(usable, scales, 1), 0).astype(np.float32)
     quotient = values * spread(inverse, block, values.shape[2])
-    if not usable.all():
-        np.copyto(quotient, 0, where=~np.isfinite(quotient))
+    if not usable.all():  # neither NaN nor -0 is to be left
+        np.copyto(quotient, 0, where=~spread(usable, block, values.shape[2]))
     return quotient
 
 
