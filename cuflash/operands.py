@@ -61,12 +61,12 @@ class Operands:
         xp, layout = module_of(self.q), self.layout
         scores = (spec.batch, spec.q_heads, spec.q_len, spec.kv_len)
         return Operands(
-            q=_bhsd(self.q, layout),
-            k=_bhsd(self.k, layout),
-            v=_bhsd(self.v, layout),
+            q=bhsd_view(self.q, layout),
+            k=bhsd_view(self.k, layout),
+            v=bhsd_view(self.v, layout),
             mask=None if self.mask is None else xp.broadcast_to(self.mask, scores),
             bias=None if self.bias is None else xp.broadcast_to(self.bias, scores),
-            out=_bhsd(self.out, layout),
+            out=bhsd_view(self.out, layout),
             q_lens=self.q_lens,
             kv_lens=self.kv_lens,
             lse=None if self.lse is None else self.lse.reshape(scores[:3]),
@@ -132,7 +132,8 @@ def _list_as_array(name: str, lens: Any) -> Any:
     return array.astype(np.int64) if array.size == 0 else array
 
 
-def _bhsd(array: Any, layout: str) -> Any:
+def bhsd_view(array: Any, layout: str) -> Any:
+    """The same memory as (batch, heads, seq, dim)."""
     if layout == "bshd" and array.ndim >= 3:
         array = array.swapaxes(-3, -2)
     while array.ndim < 4:

@@ -136,18 +136,7 @@ class _Block:
 
     def visible_keys(self, begin: int, end: int) -> Array | None:
         """Which rows see which of the keys, shaped like the scores; None where all do."""
-        spec = self.spec
-        low, high = self.first + self.diagonal, self.last - 1 + self.diagonal
-        cuts_left = spec.left is not None and begin < high - spec.left
-        cuts_right = spec.right is not None and end - 1 > low + spec.right
-        visible = None
-        if cuts_left or cuts_right:
-            distance = np.arange(begin, end) - np.arange(low, high + 1)[:, None]
-            visible = np.ones(distance.shape, bool)
-            if spec.left is not None:
-                visible &= distance >= -spec.left
-            if spec.right is not None:
-                visible &= distance <= spec.right
+        visible = self.spec.visible_keys(self.first, self.last - 1, self.diagonal, begin, end)
         if self.operands.mask is not None:
             mask = self.operands.mask[self.b, self.q_heads, self.first : self.last, begin:end]
             mask = mask.reshape(*self.grouped, end - begin)

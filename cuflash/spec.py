@@ -148,6 +148,25 @@ class AttentionSpec:
         begin = max(begin, 0)
         return begin, max(min(end, kv_len), begin)
 
+    def visible_keys(
+        self, first_row: int, last_row: int, diagonal: int, begin: int, end: int
+    ) -> np.ndarray[Any, Any] | None:
+        """Which of the rows first_row..last_row (inclusive) see which of the keys [begin, end) by
+        window, as (rows, keys) of bool; None where all do.
+        """
+        low, high = first_row + diagonal, last_row + diagonal
+        cuts_left = self.left is not None and begin < high - self.left
+        cuts_right = self.right is not None and end - 1 > low + self.right
+        if not (cuts_left or cuts_right):
+            return None
+        distance = np.arange(begin, end) - np.arange(low, high + 1)[:, None]
+        visible = np.ones(distance.shape, bool)
+        if self.left is not None:
+            visible &= distance >= -self.left
+        if self.right is not None:
+            visible &= distance <= self.right
+        return visible
+
     def visible_pairs(self) -> int:
         """(query, key) pairs of one head of one batch entry that causal and window leave; masks are
         not counted.

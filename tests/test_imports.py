@@ -20,16 +20,19 @@ ROOT = Path(cuflash.__file__).parent
 # Lowest first: a module imports from lower layers alone, so that no cycle is possible. Names are
 # relative to the package, which itself is "".
 LAYERS = (
-    ("version", "dlpack", "spec", "oracle", "runtime"),
+    ("version", "dlpack", "spec", "oracle", "runtime", "fp8.formats", "fp8.accumulate"),
     ("arrays", "runtime.device", "runtime.source", "runtime.cublas", "runtime.locks"),
     ("runtime.ptxas", "runtime.progress", "runtime.specialisation", "validate"),
     ("runtime.compiler",),
     ("runtime.cache",),
     ("runtime.module", "runtime.launch", "runtime.tensormap", "runtime.tickets"),
-    ("operands", "traffic", "merge"),
-    ("plan",),
-    ("reference",),
+    ("operands", "traffic", "merge", "fp8.recipe"),
+    ("plan", "fp8.rotation", "fp8.scales", "fp8.inputs"),
+    ("reference", "fp8.tensors"),
     ("families", "families.fused", "families.sm90_tiles"),  # the first loads others by name
+    ("fp8.quantize", "fp8.emulate"),
+    ("fp8.attention",),
+    ("fp8",),
     ("families.reference", "families.sm80", "families.sm90", "families.standard"),
     ("dispatch",),
     ("calls", "environment", "precompile"),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _ERASE = "\r\x1b[K"
+_BAR_WIDTH = 24
+_REDRAW_SECONDS = 0.1
 
 
 @contextmanager
@@ -38,3 +43,38 @@ def shown(message: str, after: float) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def bar(total: int) -> Iterator[Callable[[str], None]]:
+    """Show on standard error how far the block is; it calls what it is given after each of `total`
+    steps, with a few words on the next one.
+
+    Nothing where standard error is not a terminal.
+    """
+    stream = sys.stderr
+    if stream is None or not stream.isatty():
+        yield lambda words: None
+        return
+    start = time.monotonic()
+    state = {"done": -1, "shown": -math.inf}
+
+    def step(words: str) -> None:
+        state["done"] += 1
+        now = time.monotonic()
+        done = int(state["done"])
+        if now - state["shown"] < _REDRAW_SECONDS and done < total:
+            return
+        state["shown"] = now
+        filled = _BAR_WIDTH * done // max(total, 1)
+        left = f", {(now - start) * (total - done) / done:.0f} s left" if done else ""
+        line = f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {done}/{total}{left}  {words}"
+        stream.write(_ERASE + line[: shutil.get_terminal_size().columns - 1])
+        stream.flush()
+
+    step("")
+    try:
+        yield step
+    finally:
+        stream.write(_ERASE)
+        stream.flush()

@@ -1,0 +1,231 @@
+"""16-bit q, k and v to 8 bit: statistics, an exact transform, scales, rounding.
+
+The steps before rounding leave attention as it is: softmax ignores that k loses its mean
+(SageAttention, Zhang et al. 2024, section 4.2), ``q @ k.T`` that q is multiplied and k divided by
+a factor per channel (after SmoothQuant, Xiao et al. 2022) and that both are rotated
+(FlashAttention-3, Shah et al. 2024, section 3.3); v's mean is added to the result again, since
+the weights of a row sum to 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..operands import Operands, adopt_all, bhsd_view
+from ..spec import Options
+from .formats import decode, encode, largest
+from .inputs import checked_spec
+from .recipe import TILE_KEYS, Block, Fp8Recipe, recipe_of
+from .rotation import rotation_of
+from .scales import divided, largest_sizes, scales_of, spread
+from .tensors import Fp8Tensor, Fp8Tensors
+
+Array = np.ndarray[Any, Any]
+
+_LARGEST_BALANCE = 256.0
+# In units of its scale, v of a 16-bit first tile has to be a float16. Its scale grows where v is
+# far larger than its distance from the mean; e4m3 is as precise at smaller codes.
+_LARGEST_FIRST_VALUE = 32768.0
+
+
+def quantize_fp8(
+    q: Any,
+    k: Any,
+    v: Any,
+    recipe: str | Fp8Recipe = "f8",
+    *,
+    layout: str = "bhsd",
+    kv_lens: Any = None,
+    q_lens: Any = None,
+) -> Fp8Tensors:
+    """Quantise q, k and v for 8-bit attention.
+
+    Parameters
+    ----------
+    q, k, v : array
+        float16, bfloat16 or float32, shaped as in `cuflash.attention`. Statistics of q are over
+        all query heads that share a kv head.
+    recipe : str or Fp8Recipe
+        A preset's name (``"f8"``, ``"i8"``, ``"f8+"``, ``"i8+"``, ``"fa3"``, ``"per_tensor"``), or
+        every choice by itself.
+    layout : {"bhsd", "bshd"}
+        Order of the axes.
+    kv_lens, q_lens : (batch,) integers, optional
+        Used lengths; what lies beyond has no influence, whatever its bytes, and its codes are 0.
+
+    Returns
+    -------
+    Fp8Tensors
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, what was given and what is expected.
+    NotImplementedError
+        For GPU arrays: the kernel is to come.
+
+    Notes
+    -----
+    A row of q that holds NaN or Inf makes that row of the result NaN. In k they make every row of
+    the head NaN where the recipe subtracts its mean or, else, each row that sees a key with the
+    same scale; in v likewise, for the channels that share the scale.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash.fp8 import quantize_fp8
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 256, 64)).astype(np.float16)
+    >>> quantized = quantize_fp8(q, k, v, "f8")
+    >>> quantized.k.data.dtype, quantized.k.scale.shape
+    (dtype('uint8'), (1, 2, 8, 1))
+    >>> error = quantized.k.dequantize() - k
+    >>> bool(np.linalg.norm(error) < 0.03 * np.linalg.norm(k.astype(np.float32)))
+    True
+    """
+    chosen = recipe_of(recipe)
+    operands = adopt_all(q, k, v, None, None, None, q_lens, kv_lens, layout)
+    checked_spec(operands, Options(layout=layout))
+    return quantize_operands(operands, chosen)
+
+
+def quantize_operands(operands: Operands, recipe: Fp8Recipe) -> Fp8Tensors:
+    """`quantize_fp8` of arrays that were checked."""
+    layout, q_lens, kv_lens = operands.layout, operands.q_lens, operands.kv_lens
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        queries = _used(bhsd_view(operands.q, layout), q_lens)
+        keys = _used(bhsd_view(operands.k, layout), kv_lens)
+        values = _used(bhsd_view(operands.v, layout), kv_lens)
+        batch, q_heads, q_len, head_dim = queries.rows.shape
+        kv_heads = keys.rows.shape[1]
+        queries = queries.per_kv_head(kv_heads)
+
+        k_mean = keys.mean() if recipe.center_k else None
+        centred = keys if k_mean is None else keys.minus(k_mean)
+        balance = _balance(queries, centred) if recipe.balance else None
+        rotation = rotation_of(recipe, head_dim, kv_heads)
+        q_rows = queries.rows if balance is None else queries.rows * balance
+        k_rows = centred.rows if balance is None else centred.rows / balance
+        q_rows = queries.masked(rotation.apply(q_rows)).reshape(batch, q_heads, q_len, rotation.dim)
+        k_rows = centred.masked(rotation.apply(k_rows))
+        q_codes, q_scale = _round(q_rows, recipe.q_block, recipe.qk_dtype)
+        k_codes, k_scale = _round(k_rows, recipe.k_block, recipe.qk_dtype)
+        mean_scores = None
+        if k_mean is not None:
+            mean_scores = (queries.rows @ k_mean.swapaxes(-1, -2)).reshape(batch, q_heads, q_len)
+
+        v_mean = values.mean() if recipe.center_v else None
+        shifted = values if v_mean is None else values.minus(v_mean)
+        first = values.rows[:, :, :TILE_KEYS] if recipe.first_tile_16bit else None
+        v_codes, v_scale = _round(shifted.rows, recipe.v_block, "e4m3", first)
+        first_values = None if first is None else (first / _nonzero(v_scale)).astype(np.float16)
+        residual = None
+        if recipe.residual_mean:
+            rounded = decode(v_codes, "e4m3") * spread(v_scale, recipe.v_block, v_codes.shape[2])
+            residual = shifted.with_rows(shifted.rows - rounded).mean()
+
+    def tensor(role: str, like: Array, codes: Array, scale: Array, **parts: Any) -> Fp8Tensor:
+        data = _in_layout(codes, layout, like.ndim)
+        return Fp8Tensor(role, data, scale, recipe, like.shape[-1], kv_heads, layout, **parts)
+
+    return Fp8Tensors(
+        tensor("q", operands.q, q_codes, q_scale, balance=balance),
+        tensor("k", operands.k, k_codes, k_scale, balance=balance, mean=k_mean),
+        tensor("v", operands.v, v_codes, v_scale, mean=v_mean, residual=residual),
+        first_values,
+        mean_scores,
+        _copy_of(q_lens),
+        _copy_of(kv_lens),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """float32 (batch, heads, tokens, channels), 0 past the used lengths.
+
+    `used` broadcasts against `rows`, or is None where all tokens are used; `counts`, used tokens,
+    against their sums.
+    """
+
+    rows: Array
+    used: Array | None
+    counts: Array | int
+
+    def with_rows(self, rows: Array) -> _Rows:
+        return _Rows(rows, self.used, self.counts)
+
+    def per_kv_head(self, kv_heads: int) -> _Rows:
+        """Query heads of a group below each other, as if their rows were one head's."""
+        batch, heads, tokens, channels = self.rows.shape
+        group = heads // kv_heads if kv_heads else 0
+        rows = self.rows.reshape(batch, kv_heads, group * tokens, channels)
+        used = None if self.used is None else np.tile(self.used, (1, 1, group, 1))
+        return _Rows(rows, used, self.counts * group)
+
+    def mean(self) -> Array:
+        """float32 means over the used tokens: (batch, heads, 1, channels)."""
+        sums = self.rows.sum(axis=-2, keepdims=True, dtype=np.float64)
+        means: Array = (sums / np.maximum(self.counts, 1)).astype(np.float32)
+        return means
+
+    def mean_square(self) -> Array:
+        return self.with_rows(np.square(self.rows)).mean()
+
+    def minus(self, means: Array) -> _Rows:
+        return self.with_rows(self.masked(self.rows - means))
+
+    def masked(self, rows: Array) -> Array:
+        """Rows of the same tokens with 0 past the used lengths; `rows` may be written to."""
+        if self.used is not None:
+            np.copyto(rows, 0, where=~self.used)
+        return rows
+
+
+def _used(array: Array, lens: Array | None) -> _Rows:
+    rows = np.array(array, np.float32, order="C")
+    if lens is None:
+        return _Rows(rows, None, rows.shape[2])
+    counts = lens.astype(np.int64).reshape(-1, 1, 1, 1)
+    used = np.arange(rows.shape[2])[:, None] < counts
+    np.copyto(rows, 0, where=~used)
+    return _Rows(rows, used, counts)
+
+
+def _balance(queries: _Rows, keys: _Rows) -> Array:
+    """Per kv head and channel, the factor that makes both of one size: sqrt(rms k / rms q)."""
+    q_size, k_size = queries.mean_square(), keys.mean_square()
+    factor = np.sqrt(np.sqrt(k_size / q_size))
+    factor = np.clip(factor, 1 / _LARGEST_BALANCE, _LARGEST_BALANCE)
+    usable = np.isfinite(q_size) & np.isfinite(k_size) & (q_size > 0) & (k_size > 0)
+    balance: Array = np.where(usable, factor, 1).astype(np.float32)
+    return balance
+
+
+def _round(
+    rows: Array, block: Block, dtype: str, first: Array | None = None
+) -> tuple[Array, Array]:
+    """Codes and scales of rows; `first`, where given, fits float16 in units of the scales too."""
+    sizes = largest_sizes(rows, block)
+    if first is not None:
+        limit = largest(dtype) / _LARGEST_FIRST_VALUE
+        sizes = np.maximum(sizes, largest_sizes(first, block) * np.float32(limit))
+    scales = scales_of(sizes, largest(dtype))
+    return encode(divided(rows, scales, block), dtype), scales
+
+
+def _copy_of(lens: Array | None) -> Array | None:
+    return None if lens is None else lens.astype(np.int64)
+
+
+def _nonzero(scales: Array) -> Array:
+    return np.where(scales == 0, 1, scales)
+
+
+def _in_layout(codes: Array, layout: str, rank: int) -> Array:
+    """(batch, heads, tokens, channels) with the axes of the caller, in C order."""
+    if layout == "bshd" and rank >= 3:
+        codes = codes.swapaxes(1, 2)
+    return np.ascontiguousarray(codes[(0,) * (4 - rank)])
