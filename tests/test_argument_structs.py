@@ -15,7 +15,7 @@ ALIGNMENTS = {"TensorMap": 64}  # where it is not the size
 STRUCTS = [
     pytest.param("standard/softmax.cu", "Chunk", standard._CHUNK, id="standard"),
     pytest.param("sm80/forward.cu", "Arguments", sm80._ARGUMENTS, id="sm80"),
-    pytest.param("sm90/config.cuh", "Arguments", sm90._ARGUMENTS, id="sm90"),
+    pytest.param("sm90/config.cuh", "Arguments", sm90.ARGUMENTS, id="sm90"),
 ]
 
 

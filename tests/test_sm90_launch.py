@@ -45,7 +45,7 @@ class Kernel:
 
         def launch(*values: Any) -> None:
             given = changing.pack(*values) + struct[changing.size :]
-            self.arguments = np.frombuffer(given, sm90._ARGUMENTS)[0]
+            self.arguments = np.frombuffer(given, sm90.ARGUMENTS)[0]
 
         return launch
 

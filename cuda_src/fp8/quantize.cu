@@ -124,11 +124,12 @@ __device__ __forceinline__ constexpr int key_at(int place) { return place % 4 / 
 __device__ __forceinline__ void take_statistics(const Arguments& a) {
     constexpr int ROWS = THREADS / UNITS;
     __shared__ float part[ROWS][D];
-    const int entry = blockIdx.y / a.kv_heads, kv_head = blockIdx.y % a.kv_heads, group = a.q_heads / a.kv_heads;
-    const int unit = threadIdx.x % UNITS, first = blockIdx.x * CHUNK + threadIdx.x / UNITS;
+    const int chunk = blockIdx.x % a.chunks, head_of_all = blockIdx.x / a.chunks;
+    const int entry = head_of_all / a.kv_heads, kv_head = head_of_all % a.kv_heads, group = a.q_heads / a.kv_heads;
+    const int unit = threadIdx.x % UNITS, first = chunk * CHUNK + threadIdx.x / UNITS;
     const int keys = used(a.kv_lens, entry, a.kv_len), queries = used(a.q_lens, entry, a.q_len);
-    const int key_end = min(keys, int(blockIdx.x + 1) * CHUNK), query_end = min(queries, int(blockIdx.x + 1) * CHUNK);
-    float* to = a.partial + (i64(blockIdx.y) * a.chunks + blockIdx.x) * STATISTICS * D;
+    const int key_end = min(keys, (chunk + 1) * CHUNK), query_end = min(queries, (chunk + 1) * CHUNK);
+    float* to = a.partial + i64(blockIdx.x) * STATISTICS * D;
 
     auto store = [&](Statistic which, const float(&values)[8], auto join) {
         __syncthreads();
@@ -216,7 +217,9 @@ template <bool OF_K>
 __device__ __forceinline__ void quantize_rows(const Arguments& a) {
     __shared__ int sizes[4];
     const int heads = OF_K ? a.kv_heads : a.q_heads, length = OF_K ? a.kv_len : a.q_len;
-    const int entry = blockIdx.y / heads, head = blockIdx.y % heads, kv_head = OF_K ? head : head / (a.q_heads / a.kv_heads);
+    const int tiles = OF_K ? a.key_blocks / 2 : (a.q_len + TILE - 1) / TILE;
+    const int tile = blockIdx.x % tiles, head_of_all = blockIdx.x / tiles;
+    const int entry = head_of_all / heads, head = head_of_all % heads, kv_head = OF_K ? head : head / (a.q_heads / a.kv_heads);
     const int end = used(OF_K ? a.kv_lens : a.q_lens, entry, length);
     const int lane = threadIdx.x % LANES, sharing = OF_K ? a.k_sharing : a.q_sharing;
     const i64 of_head = (i64(entry) * a.kv_heads + kv_head) * D;
@@ -228,7 +231,7 @@ __device__ __forceinline__ void quantize_rows(const Arguments& a) {
     float x[PASSES][32];
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-        const int row = blockIdx.x * TILE + row_in_tile(pass);
+        const int row = tile * TILE + row_in_tile(pass);
         float shift = 0.f;
 #pragma unroll
         for (int chunk = 0; chunk < 4; ++chunk) {
@@ -251,7 +254,7 @@ __device__ __forceinline__ void quantize_rows(const Arguments& a) {
         if (!OF_K && a.lse_shifts != nullptr) {
 #pragma unroll
             for (int step = 1; step < LANES; step *= 2) shift += __shfl_xor_sync(~0u, shift, step);
-            if (lane == 0 && row < length) a.lse_shifts[i64(blockIdx.y) * a.q_len + row] = shift * a.scale;
+            if (lane == 0 && row < length) a.lse_shifts[i64(head_of_all) * a.q_len + row] = shift * a.scale;
         }
         // Walsh-Hadamard: channels 8 (lane + LANES chunk) + i, from the lowest bit up.
         if (a.mixed > 1) {
@@ -294,18 +297,18 @@ __device__ __forceinline__ void quantize_rows(const Arguments& a) {
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-        const int row = blockIdx.x * TILE + row_in_tile(pass);
+        const int row = tile * TILE + row_in_tile(pass);
         float inverse;
         const float scale =
             scale_for(sharing == TOKEN ? size[pass] : sizes[group_of(row_in_tile(pass))], LARGEST_QK, inverse);
         if (row >= length) continue;
-        if (!OF_K && lane == 0) a.q_scales[i64(blockIdx.y) * a.q_len + row] = scale;
-        unsigned char* to = (OF_K ? a.k_codes : a.q_codes) + (i64(blockIdx.y) * length + row) * D;
+        if (!OF_K && lane == 0) a.q_scales[i64(head_of_all) * a.q_len + row] = scale;
+        unsigned char* to = (OF_K ? a.k_codes : a.q_codes) + (i64(head_of_all) * length + row) * D;
 #pragma unroll
         for (int chunk = 0; chunk < 4; ++chunk) {
             float y[8];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) y[i] = inverse == 0.f ? 0.f : x[pass][8 * chunk + i] * inverse;
+            for (int i = 0; i < 8; ++i) y[i] = inverse == 0.f || row >= end ? 0.f : x[pass][8 * chunk + i] * inverse;
             *reinterpret_cast<uint2*>(to + channel(chunk)) = make_uint2(encode(y[0], y[1], y[2], y[3], CONFIG_QK_ELEMENT()),
                                                                         encode(y[4], y[5], y[6], y[7], CONFIG_QK_ELEMENT()));
         }
@@ -314,18 +317,19 @@ __device__ __forceinline__ void quantize_rows(const Arguments& a) {
         const int block = threadIdx.x / 4, thread = threadIdx.x % 4;
         float inverse;
         const int size_of_group = sizes[sharing == COLUMNS ? thread : sharing == BLOCK_64 ? block : 0];
-        a.k_scales[(i64(blockIdx.y) * a.key_blocks + blockIdx.x * 2 + block) * 4 + thread] =
+        a.k_scales[(i64(head_of_all) * a.key_blocks + tile * 2 + block) * 4 + thread] =
             scale_for(size_of_group, LARGEST_QK, inverse);
     }
 }
 
-// 64 keys of V, channels as rows; and the sum of what rounding took from each channel.
+// 64 keys of V, channels as rows, and the sum of what rounding took from each channel.
 __device__ __forceinline__ void quantize_values(const Arguments& a) {
     constexpr int PARTS = THREADS / D, OWN = KEYS / PARTS;  // threads of a channel, keys of each
     __shared__ __align__(16) u16 tile[KEYS][D + 8];
     __shared__ float errors[THREADS];
-    const int entry = blockIdx.y / a.kv_heads, head = blockIdx.y % a.kv_heads;
-    const int end = used(a.kv_lens, entry, a.kv_len), first = blockIdx.x * KEYS;
+    const int block = blockIdx.x % a.key_blocks, head_of_all = blockIdx.x / a.key_blocks;
+    const int entry = head_of_all / a.kv_heads, head = head_of_all % a.kv_heads;
+    const int end = used(a.kv_lens, entry, a.kv_len), first = block * KEYS;
     for (int i = threadIdx.x; i < KEYS * UNITS; i += THREADS) {
         const int row = i / UNITS, at = i % UNITS * 8;
         uint4 unit = make_uint4(0, 0, 0, 0);
@@ -336,7 +340,7 @@ __device__ __forceinline__ void quantize_values(const Arguments& a) {
     }
     __syncthreads();
     const int channel = threadIdx.x % D, part = threadIdx.x / D;
-    const i64 at = i64(blockIdx.y) * D + channel;
+    const i64 at = i64(head_of_all) * D + channel;
     const float mean = a.v_mean[at], scale = a.v_scales[at];
     const float inverse = scale > 0.f ? __frcp_rn(scale) : 0.f;  // NaN is not
     float lost = 0.f;
@@ -367,7 +371,7 @@ __device__ __forceinline__ void quantize_values(const Arguments& a) {
     __syncthreads();
     if (part == 0) {
         for (int other = 1; other < PARTS; ++other) lost += errors[other * D + channel];
-        a.residual[(i64(blockIdx.y) * a.key_blocks + blockIdx.x) * D + channel] = lost;
+        a.residual[i64(blockIdx.x) * D + channel] = lost;
     }
 }
 

@@ -32,7 +32,10 @@ _LINES = 64  # of scores, that a warpgroup multiplies
 
 # struct Arguments of cuda_src/sm90/config.cuh
 _MAPS = ("q", "k", "v", "out")
-_POINTERS = ("lse", "q_lens", "kv_lens", "counter", "q_scales", "k_scales", "v_scales", "v_means", "lse_shifts")
+_POINTERS = (
+    *("lse", "q_lens", "kv_lens", "counter"),
+    *("q_scales", "k_scales", "v_scales", "v_means", "lse_shifts"),  # of 8 bits
+)
 _INTS = (
     *("q_heads", "group", "q_len", "kv_len", "key_blocks", "pack", "rows", "inverse_pack", "packs"),
     *("all_packs", "row_tiles", "tickets", "section"),
@@ -45,7 +48,7 @@ _FIELDS: list[tuple[str, Any]] = [
     *((name, np.int32) for name in _INTS),
     *((name, np.float32) for name in _FLOATS),
 ]
-_ARGUMENTS = np.dtype(
+ARGUMENTS = np.dtype(
     {
         "names": [name for name, _ in _FIELDS],
         "formats": [kind for _, kind in _FIELDS],
@@ -54,7 +57,7 @@ _ARGUMENTS = np.dtype(
     },
     align=True,
 )
-_CHANGING = Struct(f"{f'{tensormap.BYTES}s' * len(_MAPS)}{len(_POINTERS)}Q")  # from call to call
+CHANGING = Struct(f"{f'{tensormap.BYTES}s' * len(_MAPS)}{len(_POINTERS)}Q")  # from call to call
 
 
 def supports(spec: AttentionSpec, device: Device) -> list[str]:
@@ -91,7 +94,7 @@ def why(spec: AttentionSpec, device: Device) -> str:
 def plan(spec: AttentionSpec, device: Device) -> Tiling:
     variant = _Variant.of(spec)
     tile = variant.tile
-    cut = _Cut.of(spec, variant)
+    cut = Cut.of(spec, variant.tile, variant.bounded)
     places = (device.sm_count or _SMS) * tile.resident // tile.cluster
     launch = Launch(
         _specialisation(variant),
@@ -116,10 +119,11 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
     variant = _Variant.of(spec)
     kernel = module.load(launch.module, plan.device).function(launch.module.name)
     queue = launcher(
-        kernel, launch.blocks, launch.threads, launch.shared_memory, _CHANGING,
+        kernel, launch.blocks, launch.threads, launch.shared_memory, CHANGING,
         _lasting_arguments(spec, variant).tobytes(),
     )  # fmt: skip
     layouts = [_layouts(spec, variant)[name] for name in _MAPS]
+    no_scales = (0,) * 5
     counters = tickets.counters(plan.device.index) if variant.bounded else None
 
     @functools.lru_cache(maxsize=256)
@@ -143,6 +147,7 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
             0 if q_lens is None else q_lens.data.ptr,
             0 if kv_lens is None else kv_lens.data.ptr,
             0 if counters is None else counters.address(),
+            *no_scales,
         )
 
     return run
@@ -245,7 +250,7 @@ def _specialisation(variant: _Variant) -> Specialisation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class Cut:
     """How query rows become pieces of work.
 
     The 64 lines of a warpgroup are `rows` rows of each of `pack` heads that share keys and values:
@@ -259,19 +264,19 @@ class _Cut:
     tickets: int
 
     @classmethod
-    def of(cls, spec: AttentionSpec, variant: _Variant) -> _Cut:
+    def of(cls, spec: AttentionSpec, tile: Tile, bounded: bool) -> Cut:
         """The one with the fewest pieces of work; of several, the most heads where masks are
         diagonal, and else the fewest.
         """
         cuts = [
-            cls.packed(spec, variant.tile, pack)
+            cls.packed(spec, tile, pack)
             for pack in range(1, max(min(spec.group, _LINES), 1) + 1)
             if spec.group % pack == 0
         ]
-        return min(cuts, key=lambda cut: (cut.tickets, -cut.pack if variant.bounded else cut.pack))
+        return min(cuts, key=lambda cut: (cut.tickets, -cut.pack if bounded else cut.pack))
 
     @classmethod
-    def packed(cls, spec: AttentionSpec, tile: Tile, pack: int) -> _Cut:
+    def packed(cls, spec: AttentionSpec, tile: Tile, pack: int) -> Cut:
         rows = _LINES // pack
         row_tiles = -(-spec.q_len // (rows * tile.groups * tile.cluster))
         return cls(pack, rows, row_tiles, spec.batch * spec.q_heads // pack * row_tiles)
@@ -291,7 +296,7 @@ def _arrays(spec: AttentionSpec) -> dict[str, tuple[tuple[int, int, int, int], P
 def _layouts(spec: AttentionSpec, variant: _Variant) -> dict[str, tensormap.Layout]:
     """Each array in boxes: the lines of a warpgroup, or a block's share of a tile of keys."""
     swizzle_bytes = 2 * panel(variant.head_dim, variant.head_dim_v)
-    cut = _Cut.of(spec, variant)
+    cut = Cut.of(spec, variant.tile, variant.bounded)
     lines, keys = (cut.pack, cut.rows), (1, variant.tile.keys // variant.tile.cluster)
     boxes = {"q": lines, "k": keys, "v": keys, "out": lines}
     return {
@@ -303,17 +308,27 @@ def _layouts(spec: AttentionSpec, variant: _Variant) -> dict[str, tensormap.Layo
 _L2_SHARE = 32 << 20  # bytes of the L2 cache for K and V of the heads at work
 
 
-def _section(spec: AttentionSpec, pack: int) -> int:
+def _section(spec: AttentionSpec, pack: int, item_size: int) -> int:
     """Packs whose K and V stay in the L2 cache together."""
-    of_head = spec.kv_len * (spec.head_dim + spec.head_dim_v) * spec.item_size
+    of_head = spec.kv_len * (spec.head_dim + spec.head_dim_v) * item_size
     kv_heads = 1 << (max(_L2_SHARE // of_head, 1).bit_length() - 1)
     return min(kv_heads * spec.group, spec.batch * spec.q_heads) // pack
 
 
 def _lasting_arguments(spec: AttentionSpec, variant: _Variant) -> np.ndarray[Any, Any]:
     """`struct Arguments` without what changes with each call."""
-    cut = _Cut.of(spec, variant)
-    arguments = np.zeros((), _ARGUMENTS)
+    cut = Cut.of(spec, variant.tile, variant.bounded)
+    arguments = arguments_of(spec, cut, spec.item_size)
+    premultiply, factor = spec.score_factors
+    arguments["premultiply"] = premultiply or 0.0
+    arguments["factor"] = factor
+    arguments["unseen"] = fused.unseen(factor)
+    return arguments
+
+
+def arguments_of(spec: AttentionSpec, cut: Cut, item_size: int) -> np.ndarray[Any, Any]:
+    """`struct Arguments` with what lasts but for the factors; `item_size` is that of K and V."""
+    arguments = np.zeros((), ARGUMENTS)
     for name in ("q_heads", "group", "q_len", "kv_len", "top_left"):
         arguments[name] = getattr(spec, name)
     for name in ("pack", "rows", "row_tiles", "tickets"):
@@ -321,10 +336,6 @@ def _lasting_arguments(spec: AttentionSpec, variant: _Variant) -> np.ndarray[Any
     arguments["inverse_pack"] = -(-(1 << 16) // cut.pack)
     arguments["packs"] = spec.q_heads // cut.pack
     arguments["all_packs"] = spec.batch * spec.q_heads // cut.pack
-    arguments["section"] = _section(spec, cut.pack)
+    arguments["section"] = _section(spec, cut.pack, item_size)
     arguments["left"], arguments["right"] = fused.window_bounds(spec)
-    premultiply, factor = spec.score_factors
-    arguments["premultiply"] = premultiply or 0.0
-    arguments["factor"] = factor
-    arguments["unseen"] = fused.unseen(factor)
     return arguments

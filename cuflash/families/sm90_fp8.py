@@ -1,0 +1,209 @@
+"""Products of 8 bits on the kernel of `sm90`, for GPUs of compute capability 9.0.
+
+The kernel is `cuda_src/sm90/forward.cu`; it takes codes and scales as `fp8.gpu_quantizer` makes
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..fp8.gpu_quantizer import Codes, Shapes
+from ..fp8.recipe import Fp8Recipe
+from ..runtime import module, tensormap, tickets
+from ..runtime.device import Device
+from ..runtime.launch import launcher
+from ..runtime.specialisation import Specialisation
+from ..spec import AttentionSpec
+from . import fused
+from .sm90 import CHANGING, Cut, arguments_of
+from .sm90_tiles import Tile
+
+_SMS = 132
+_QK_ELEMENT = {"e4m3": ("E4m3", "float"), "int8": ("Int8", "int")}
+
+# By buckets of the head dim, without and with a diagonal mask.
+_TILES = {
+    64: (Tile(128, 3, ping_pong=True), Tile(128, 3, ping_pong=True)),
+    128: (Tile(192, 2, cluster=2), Tile(128, 2)),
+    256: (Tile(128, 2, cluster=2), Tile(128, 2)),
+}
+
+
+def reasons_against(spec: AttentionSpec, recipe: Fp8Recipe, device: Device) -> list[str]:
+    """Why the kernel does not take a problem with a recipe; empty when it does."""
+    reasons = []
+    if device.compute_capability != (9, 0):
+        shown = (
+            "a CPU" if device.compute_capability is None else "%d.%d" % device.compute_capability
+        )
+        reasons.append(f"needs compute capability 9.0, not {shown}")
+    reasons += fused.reasons_against(spec)
+    if spec.softcap is not None:
+        reasons.append("does not take softcap")
+    if not spec.scale > 0:
+        reasons.append(f"takes a scale above 0, not {spec.scale:g}")
+    if spec.head_dim != spec.head_dim_v or spec.head_dim % 8:
+        reasons.append(
+            "takes one multiple of 8 as head_dim and head_dim_v, not "
+            f"{spec.head_dim} and {spec.head_dim_v}"
+        )
+    if spec.kv_len == 0:
+        reasons.append("needs keys")
+    taken: dict[str, tuple[Any, ...]] = {
+        "q_block": ("token", 64, 128),
+        "k_block": ("columns", 64, 128),
+        "v_block": ("channel",),
+        "p_scale": (448.0,),
+        "reference": ("tile",),
+        "first_tile_16bit": (False,),
+    }
+    reasons += [
+        f"takes {name} {' or '.join(map(str, values))}, not {getattr(recipe, name)}"
+        for name, values in taken.items()
+        if getattr(recipe, name) not in values
+    ]
+    if not (recipe.rotation is None or isinstance(recipe.rotation, str)) or (
+        recipe.rotation == "orthogonal"
+    ):
+        reasons.append("takes no rotation or a Hadamard one, no matrix")
+    for name in ("q", "k", "v", "out"):
+        place = getattr(spec, name)
+        if not place.aligned or place.strides[3] != 1 or any(n % 8 for n in place.strides[:3]):
+            reasons.append(f"{name}: needs rows that start at multiples of 16 bytes")
+    return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What the kernel is compiled for."""
+
+    head_dim: int  # bucket
+    qk_dtype: str
+    dtype: str  # of out
+    bounded: bool
+    left: bool
+    lengths: bool
+    tile: Tile
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, recipe: Fp8Recipe) -> Variant:
+        bounded = (spec.left, spec.right) != (None, None)
+        bucket = next(dim for dim in _TILES if spec.head_dim <= dim)
+        tile = _TILES[bucket][bounded]
+        if tile.cluster > 1 and spec.q_len <= tile.q_rows:
+            tile = Tile(tile.keys, tile.groups, ping_pong=tile.ping_pong)
+        lengths = spec.has_q_lens or spec.has_kv_lens
+        left = spec.left is not None
+        return cls(bucket, recipe.qk_dtype, spec.dtype, bounded, left, lengths, tile)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of a block: Q, the rings of K and V, the output, and 1,024 beside."""
+        tile, dim = self.tile, self.head_dim
+        ring = _STAGES * tile.keys * dim
+        return tile.q_rows * dim + 2 * ring + 2 * tile.q_rows * dim + 1024
+
+
+_STAGES = 2
+
+
+def specialisation(variant: Variant) -> Specialisation:
+    """The module of a variant."""
+    tile = variant.tile
+    element, score = _QK_ELEMENT[variant.qk_dtype]
+    marks = {
+        variant.qk_dtype: True,
+        "bounded": variant.bounded,
+        "left": variant.left,
+        "lengths": variant.lengths,
+        f"{tile.q_rows}x{tile.keys}": True,
+        "turns": tile.ping_pong,
+        "pair": tile.cluster > 1,
+    }
+    dims = variant.head_dim, variant.head_dim
+    name = fused.module_name("sm90_fp8", dims, variant.dtype, marks)
+    config: tuple[tuple[str, int | bool | str], ...] = (
+        ("bits", 8),
+        ("qk_element", element),
+        ("v_element", "E4m3"),
+        ("out_element", fused.ELEMENT[variant.dtype]),
+        ("score", score),
+        ("head_dim", variant.head_dim),
+        ("head_dim_v", variant.head_dim),
+        ("keys", tile.keys),
+        ("groups", tile.groups),
+        ("stages", _STAGES),
+        ("cluster", tile.cluster),
+        ("resident", 1),
+        ("ping_pong", tile.ping_pong),
+        ("out_over_q", False),
+        ("bounded", variant.bounded),
+        ("left", variant.left),
+        ("scores", 0),
+        ("lengths", variant.lengths),
+        ("shared_memory", variant.shared_memory),
+    )
+    return Specialisation("sm90/forward.cu", name, config, exact_arch=True)
+
+
+def prepare(
+    spec: AttentionSpec, recipe: Fp8Recipe, device: Device
+) -> Callable[[Codes, int, int, int, int], None]:
+    """Load the kernel; the answer queues it on codes, given the addresses of out, lse, q_lens and
+    kv_lens, or 0.
+    """
+    variant = Variant.of(spec, recipe)
+    tile, dim = variant.tile, variant.head_dim
+    cut = Cut.of(spec, tile, variant.bounded)
+    shapes = Shapes.of(spec, dim)
+    arguments = arguments_of(spec, cut, 1)
+    arguments["key_blocks"] = shapes.key_blocks
+    arguments["factor"] = max(spec.scale * math.log2(math.e), 1e-10)
+    module_ = specialisation(variant)
+    kernel = module.load(module_, device).function(module_.name)
+    places = (device.sm_count or _SMS) // tile.cluster
+    queue = launcher(
+        kernel, min(places, cut.tickets) * tile.cluster, 128 * (tile.groups + 1),
+        variant.shared_memory, CHANGING, arguments.tobytes(),
+    )  # fmt: skip
+    layouts = _layouts(spec, variant, cut, shapes)
+    counters = tickets.counters(device.index) if variant.bounded else None
+
+    def run(codes: Codes, out: int, lse: int, q_lens: int, kv_lens: int) -> None:
+        addresses = (codes.q_codes, codes.k_codes, codes.v_codes, out)
+        queue(
+            *(tensormap.at(*place) for place in zip(layouts, addresses, strict=True)),
+            lse, q_lens, kv_lens, 0 if counters is None else counters.address(),
+            codes.q_scales, codes.k_scales, codes.v_scales, codes.v_means,
+            codes.lse_shifts if lse else 0,
+        )  # fmt: skip
+
+    return run
+
+
+def _layouts(
+    spec: AttentionSpec, variant: Variant, cut: Cut, shapes: Shapes
+) -> list[tensormap.Layout]:
+    """Of codes in boxes, and of the output."""
+    dim, tile = variant.head_dim, variant.tile
+    row, v_row = min(dim, 128), 128 if tile.keys % 128 == 0 else 64
+    lines, keys = (cut.pack, cut.rows), (1, tile.keys // tile.cluster)
+    q = spec.batch, spec.q_heads, spec.q_len, dim
+    k = spec.batch, spec.kv_heads, spec.kv_len, dim
+    v = spec.batch, spec.kv_heads, dim, shapes.key_blocks * 64
+    out = spec.batch, spec.q_heads, spec.q_len, spec.head_dim_v
+    return [
+        tensormap.Layout.of("uint8", q, _contiguous(q), lines, row),
+        tensormap.Layout.of("uint8", k, _contiguous(k), keys, row),
+        tensormap.Layout.of("uint8", v, _contiguous(v), (1, dim // tile.cluster), v_row),
+        tensormap.Layout.of(spec.dtype, out, spec.out.strides, lines, 128),
+    ]
+
+
+def _contiguous(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    _, heads, rows, columns = shape
+    return heads * rows * columns, rows * columns, columns, 1
