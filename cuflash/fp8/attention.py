@@ -100,6 +100,11 @@ def attention_fp8(
     check_out(operands)
     if spec.softcap is not None:
         chosen = dataclasses.replace(chosen, center_k=False)
+    if spec.device != CPU:
+        from . import gpu
+
+        found, lse = gpu.attend(spec, chosen, operands)
+        return (found, lse) if return_lse else found
     return _attend(spec, quantize_operands(operands, chosen), operands)
 
 

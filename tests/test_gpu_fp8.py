@@ -1,0 +1,119 @@
+"""8-bit attention on a GPU, against the emulation of the same recipe and against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cuflash import oracle
+from cuflash.fp8 import PRESETS, Fp8Recipe, attention_fp8
+
+pytestmark = pytest.mark.gpu
+SHAPES = {  # batch, heads, kv heads, queries, keys
+    "small": (1, 2, 2, 128, 128),
+    "tails": (2, 4, 2, 150, 333),
+    "one query": (2, 6, 2, 1, 700),
+    "many keys": (1, 2, 1, 200, 1500),
+    "several tiles": (1, 8, 8, 700, 900),
+}
+
+
+@pytest.fixture
+def hopper(cupy: ModuleType) -> ModuleType:
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("8-bit attention needs compute capability 9.0")
+    return cupy
+
+
+def inputs(shape: tuple[int, ...], dim: int, dtype: Any = np.float16) -> list[Any]:
+    batch, heads, kv_heads, queries, keys = shape
+    rng = np.random.default_rng(sum(shape) + dim)
+    q = rng.standard_normal((batch, heads, queries, dim))
+    k = rng.standard_normal((batch, kv_heads, keys, dim)) + 2 * rng.standard_normal(dim)
+    v = rng.standard_normal((batch, kv_heads, keys, dim)) + 0.5
+    return [array.astype(dtype) for array in (q, k, v)]
+
+
+def relative(found: Any, expected: Any) -> float:
+    difference = found.astype(np.float64) - expected.astype(np.float64)
+    return float(np.linalg.norm(difference) / np.linalg.norm(expected.astype(np.float64)))
+
+
+@pytest.mark.parametrize("recipe", ["f8", "i8"])
+@pytest.mark.parametrize("dim", [64, 128, 256, 96, 24])
+@pytest.mark.parametrize("way", ["full", "causal", "window"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_agrees_with_the_emulation(
+    shape: str, way: str, dim: int, recipe: str, hopper: ModuleType
+) -> None:
+    options: dict[str, Any] = {
+        "full": {},
+        "causal": {"causal": True},
+        "window": {"window": (90, 20)},
+    }[way]
+    arrays = inputs(SHAPES[shape], dim)
+    expected, expected_lse = attention_fp8(*arrays, recipe=recipe, return_lse=True, **options)
+    out, lse = attention_fp8(
+        *map(hopper.asarray, arrays), recipe=recipe, return_lse=True, **options
+    )
+    assert relative(out.get(), expected) < 5e-3
+    np.testing.assert_allclose(lse.get(), expected_lse, atol=3e-3)
+    exact, _ = oracle.attention(*arrays, **options)
+    assert relative(out.get(), exact) < 1.05 * relative(expected, exact) + 1e-3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"q_block": 64, "k_block": 64},
+        {"q_block": 128, "k_block": 128},
+        {"rotation": None},
+        {"balance": False, "center_k": False, "center_v": False, "residual_mean": False},
+        {"rotation_per_head": True},
+        {"rotation_block": 32},
+    ],
+)
+@pytest.mark.parametrize("recipe", ["f8", "i8"])
+def test_parts_of_recipes(recipe: str, changes: dict[str, Any], hopper: ModuleType) -> None:
+    chosen: Fp8Recipe = dataclasses.replace(PRESETS[recipe], **changes)
+    arrays = inputs(SHAPES["tails"], 128)
+    expected = attention_fp8(*arrays, recipe=chosen)
+    out = attention_fp8(*map(hopper.asarray, arrays), recipe=chosen)
+    assert relative(out.get(), expected) < 5e-3
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_lengths_hide_what_lies_beyond(dim: int, hopper: ModuleType) -> None:
+    q, k, v = inputs(SHAPES["tails"], dim, ml_dtypes.bfloat16)
+    lens = {"q_lens": [150, 40], "kv_lens": [70, 333]}
+    expected = attention_fp8(q, k, v, **lens, causal=True)
+    k[0, :, 70:], v[0, :, 70:], q[1, :, 40:] = np.nan, np.nan, np.nan
+    out = attention_fp8(
+        *(hopper.asarray(a.view(np.uint16)).view("bfloat16") for a in (q, k, v)),
+        **lens,
+        causal=True,
+    )
+    assert relative(out.get(), expected) < 2e-2
+
+
+def test_twenty_runs_give_the_same_bits(hopper: ModuleType) -> None:
+    arrays = [hopper.asarray(a) for a in inputs(SHAPES["several tiles"], 128)]
+    first = attention_fp8(*arrays, causal=True)
+    for _ in range(20):
+        assert bool((attention_fp8(*arrays, causal=True) == first).all())
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_nan_is_not_hidden(where: str, hopper: ModuleType) -> None:
+    arrays = dict(zip("qkv", inputs(SHAPES["tails"], 64), strict=True))
+    arrays[where][0, 0, 7, 3] = np.nan
+    expected = attention_fp8(**arrays)
+    out = attention_fp8(**{name: hopper.asarray(a) for name, a in arrays.items()}).get()
+    assert np.isnan(expected).any()
+    assert (np.isnan(out) >= np.isnan(expected)).all()
+    assert not np.isnan(out[1]).any()
