@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import CPU, may_overlap
+from ..arrays import may_overlap
 from ..operands import Operands, spec_of
 from ..spec import AttentionSpec, Options
 
