@@ -273,9 +273,10 @@ struct Consumer {
             total += __shfl_xor_sync(~0u, total, 1);
             total += __shfl_xor_sync(~0u, total, 2);
             const int row = row_of(half, work);
-            const bool dead = total == 0.f || row >= work.q_len;
+            const bool unused = line(half) >= a.rows * a.pack;  // 0 too, where out takes the place of Q
+            const bool dead = total == 0.f || row >= work.q_len || unused;
             inverse[half] = dead ? 0.f : 1.f / total;
-            if (a.lse != nullptr && lane() % 4 == 0 && row < a.q_len && line(half) < a.rows * a.pack)
+            if (a.lse != nullptr && lane() % 4 == 0 && row < a.q_len && !unused)
                 a.lse[place_of(half, work)] =
                     dead ? minus_infinity() : lse_of(rows, half, total, a) + lse_shift(half, work);
             if (dead) {  // 0 even where sums are not finite

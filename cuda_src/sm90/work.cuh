@@ -80,7 +80,8 @@ struct Span {
         begin = work.begin, end = work.end, clean_begin = 0, clean_end = work.kv_len / Config::BN;
         if (!Config::BOUNDED) return;
         const int first = work.first_row + group * a.rows, beyond = first + a.rows;
-        if (Config::SKIPS) end = max(work.begin + 1, min(end, work.tiles_to(min(beyond, work.q_len) - 1, a)));
+        const int last = min(beyond, work.q_len) - 1;
+        if (Config::SKIPS) end = last < first ? begin + 1 : max(begin + 1, min(end, work.tiles_to(last, a)));
         clean_end = min(clean_end, max(0, first + work.diagonal + a.right + 1) / Config::BN);
         if (Config::LEFT) {
             if (Config::SKIPS) begin = min(max(begin, work.first_tile(first, a)), end - 1);
