@@ -54,7 +54,7 @@ class Fp8Recipe:
     q_block, k_block, v_block
         What shares one scale: ``"tensor"``, ``"head"``, that many tokens (32, 64, 128, 256), or
         each ``"token"``. For k also ``"columns"``, the 32 keys of each 128 that one thread of a
-        wgmma accumulator holds (SageAttention2, section 3.2, "per-thread"); for v also
+        wgmma accumulator holds (the per-thread scales of SageAttention2); for v also
         ``"channel"``.
     balance : bool
         Multiply q and divide k by a factor per channel that evens out their sizes (the exact
