@@ -230,15 +230,12 @@ def _sweep_table(measured: Sequence[records.Record], metric: str) -> str:
     recipes = list(dict.fromkeys(s.recipe for s in found))
     cells = {(s.inputs, s.recipe, s.setting): _cell(metric, s.median) for s in found}
     if len(settings) > 1:
-        # The inputs of a sweep over these are one family, so that their name says nothing.
         rows = [
             [name, recipe, *(cells.get((name, recipe, setting), "-") for setting in settings)]
             for name in inputs
             for recipe in recipes
             if any((name, recipe, setting) in cells for setting in settings)
         ]
-        if first.sweep in sweeps.SWEEPS and sweeps.SWEEPS[first.sweep].about_inputs:
-            rows = _joined_inputs(rows)
         head = ["inputs", "recipe", *settings]
     else:
         (setting,) = settings
@@ -256,19 +253,6 @@ def _sweep_table(measured: Sequence[records.Record], metric: str) -> str:
     return (
         f"{lead}{_METRIC_TITLES[metric]}{_seeds(found)}\n{_about(measured)}\n{_lay_out(head, rows)}"
     )
-
-
-def _joined_inputs(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Rows of one recipe as one row: each setting has inputs of its own."""
-    joined: dict[str, list[str]] = {}
-    for name, recipe, *values in rows:
-        if recipe not in joined:
-            joined[recipe] = [name.rstrip("0123456789."), recipe, *values]
-            continue
-        for index, value in enumerate(values, 2):
-            if value != "-":
-                joined[recipe][index] = value
-    return list(joined.values())
 
 
 def _ablation_table(measured: Sequence[records.Record]) -> str:
@@ -305,8 +289,8 @@ def _about(measured: Sequence[records.Record]) -> str:
         return f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
     return (
-        f"{span('keys')} keys, dim {span('dim')}, {span('heads')} heads, {span('rows')} rows of "
-        f"each, {'causal' if measured[0].causal else 'full'}"
+        f"keys {span('keys')}, dim {span('dim')}, heads {span('heads')}, rows of each "
+        f"{span('rows')}, {'causal' if measured[0].causal else 'full'}"
     )
 
 

@@ -27,7 +27,6 @@ from .problems import (
     Source,
     exact_attention,
     layers_of,
-    save_layers,
 )
 from .records import Record, errors
 from .sweeps import NamedRecipe, Setting, Sweep, parse_recipe
@@ -45,7 +44,6 @@ __all__ = [
     "plan_layers",
     "plan_random",
     "run",
-    "save_layers",
 ]
 
 
@@ -136,7 +134,13 @@ def plan_random(
     name = "" if sweep is None else sweep.name
     if sweep is not None and sweep.about_inputs:
         return [
-            Task(name, RandomSource(setting.distribution), shape, seed, _measure(parsed, [setting]))
+            Task(
+                name,
+                RandomSource(setting.distribution, sweep.distributions[0]),
+                shape,
+                seed,
+                _measure(parsed, [setting]),
+            )
             for setting in settings
             for seed in seeds
             if setting.distribution is not None
@@ -144,7 +148,7 @@ def plan_random(
     wanted = distributions or (() if sweep is None else sweep.distributions)
     if not wanted:
         raise ValueError("distribution: none given; expected at least one")
-    sources = [RandomSource(named(one)) for one in wanted]
+    sources = [RandomSource(named(one), one) for one in wanted]
     return _tasks(name, sources, shape, seeds, parsed, settings)
 
 

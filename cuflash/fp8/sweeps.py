@@ -74,7 +74,7 @@ class Sweep:
     recipes : tuple of str
         As `parse_recipe` reads them.
     distributions : tuple of str
-        Names of distributions; empty where the settings bring theirs.
+        Their names; where the settings bring their own, what these are called together.
     settings : tuple of Setting
     """
 
@@ -208,28 +208,28 @@ SWEEPS: Mapping[str, Sweep] = MappingProxyType(
                 "outlier",
                 "standard deviation of the outliers, of probability 0.001",
                 _OUTLIER_RECIPES,
-                (),
+                ("paper",),
                 tuple(_inputs(x, Mixture(outlier_std=x)) for x in (0.0, 3.0, 10.0, 30.0, 100.0)),
             ),
             Sweep(
                 "probability",
                 "probability of an outlier, of standard deviation 10",
                 _OUTLIER_RECIPES,
-                (),
+                ("paper",),
                 tuple(_inputs(x, Mixture(probability=x)) for x in (1e-4, 1e-3, 1e-2)),
             ),
             Sweep(
                 "channel",
                 "size of the largest channel of k",
                 ("per_tensor", "fa3", "f8:balance=false", "f8:rotation=none", "f8", "i8"),
-                (),
+                ("chanK",),
                 tuple(_inputs(x, KeyChannels(x)) for x in (1.0, 3.0, 10.0, 30.0, 100.0)),
             ),
             Sweep(
                 "kmean",
                 "spread of the channel means of k",
                 ("per_tensor", "fa3", "f8:center_k=false", "f8", "i8"),
-                (),
+                ("qkmean",),
                 tuple(
                     _inputs(x, ChannelMeans(k_mean_std=x, v_mean_std=0.0, q_mean_std=2.0))
                     for x in (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
@@ -246,7 +246,7 @@ SWEEPS: Mapping[str, Sweep] = MappingProxyType(
                     "f8+",
                     "i8+",
                 ),
-                (),
+                ("sink",),
                 tuple(_inputs(x, Sink(x)) for x in (0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 16.0)),
             ),
             Sweep(
