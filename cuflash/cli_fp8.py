@@ -118,7 +118,8 @@ def run(options: argparse.Namespace) -> int:
     with progress.bar(total) as step:
         for record in experiment.run(tasks):
             measured.append(record)
-            step(f"{record.sweep} {record.inputs} {record.setting} {record.recipe}".strip())
+            now = (record.sweep, record.inputs, record.setting, record.recipe)
+            step(" ".join(filter(None, now)))
     if options.csv:
         records.write_csv(options.csv, measured)
     if options.json:
