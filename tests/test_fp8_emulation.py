@@ -275,6 +275,28 @@ def test_attention(problem: str, recipe: str) -> None:
     assert np.abs(lse[~unseen] - exact_lse[~unseen]).max() < lse_limit
 
 
+@pytest.mark.parametrize("recipe", ["f8", "f8+", "fa3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"window": (60, 9)},
+        {"window": (0, 0), "causal_align": "top_left"},
+        {"window": (None, 40)},
+    ],
+    ids=str,
+)
+def test_a_tile_without_a_visible_key_leaves_no_trace(recipe: str, options: dict[str, Any]) -> None:
+    """By a mask each row meets every tile, by a window those that its block sees."""
+    q, k, v = normal(4, 2, q_len=1100, kv_len=1000, dim=16, dim_v=8)
+    probe = np.zeros((1, 1, 1100, 16)), np.zeros((1, 1, 1000, 16)), np.eye(1000)[None, None]
+    mask = oracle.attention(*probe, **options)[0] > 0
+    found = attention_fp8(q, k, v, recipe=recipe, return_lse=True, **options)
+    expected = attention_fp8(q, k, v, recipe=recipe, return_lse=True, mask=mask)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("rank", [2, 3, 4])
 def test_layouts_ranks_and_strides(layout: str, rank: int) -> None:
@@ -456,6 +478,14 @@ def test_one_tile_in_16_bit_has_v_of_16_bit() -> None:
     plain, first = (attention_fp8(q, k, v, recipe=name) for name in ("i8", "i8+"))
     assert relative(plain, exact) > 2.5
     assert relative(first, exact) < 1.5
+
+
+def test_weights_of_the_first_tile_are_rounded_to_16_bit() -> None:
+    q, k, v = normal(1, 1, q_len=8, kv_len=128, dim=32, dtype=np.float32)
+    out = attention_fp8(q, k, v, recipe="i8+")[0, 0]
+    tensors = quantize_fp8(q, k, v, "i8+")
+    rows = np.array([one_row(tensors, 0, i, np.ones(128, bool))[0] for i in range(8)])
+    assert relative(out, rows) < 2e-3  # without the rounding 1e-2
 
 
 def test_a_window_that_skips_the_first_tile() -> None:
