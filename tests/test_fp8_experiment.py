@@ -66,7 +66,7 @@ RECORD = Record(
 
 
 def test_errors_by_hand() -> None:
-    found = errors(np.array([[3.0, 4.0]], np.float16), np.array([[0.0, 5.0]]))
+    found = errors(np.array([[-3.0, 4.0]], np.float16), np.array([[0.0, 5.0]]))
     assert found.rmse == pytest.approx(math.sqrt((9 + 1) / 2))
     assert found.relative_l2 == pytest.approx(math.sqrt(10) / 5)
     assert found.max_error == 3

@@ -161,21 +161,87 @@ def test_a_block_of_keys(form: str, tmp_path: Path) -> None:
     assert words[-3:] == ["before rotation", "normal", "after rotation"]
 
 
-def test_the_same_records_give_the_same_lines(tmp_path: Path) -> None:
-    """Different errors are drawn differently, so that a figure depends on its data."""
-    records = made_up("channel")
-    larger = [record(**{**_fields(r), "relative_l2": 3 * r.relative_l2}) for r in records]
-    paths = [tmp_path / name for name in ("a.svg", "b.svg", "c.svg")]
-    for path, given in zip(paths, (records, records, larger), strict=True):
-        figures.draw_lines(given, path, figures.LINE_FIGURES["channel"])
-    # Lines, without the names that matplotlib makes up for clips.
-    a, b, c = (re.findall(r' d="(.*?)"', path.read_text(), flags=re.DOTALL) for path in paths)
-    assert a == b
-    assert a != c
+@pytest.fixture
+def canvas(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that were drawn, as matplotlib has them."""
+    found: list[Any] = []
+    finish = figures._finish
+
+    def kept(canvas: Any, *rest: Any) -> None:
+        finish(canvas, *rest)
+        found.append(canvas)
+
+    monkeypatch.setattr(figures, "_finish", kept)
+    return found
 
 
-def _fields(given: Record) -> dict[str, Any]:
-    return {name: getattr(given, name) for name in Record.__slots__}
+def test_lines_and_bands_are_the_quantiles_in_percent(canvas: list[Any], tmp_path: Path) -> None:
+    records = [
+        record(
+            sweep="channel", recipe=recipe, inputs="chanK", setting=f"{x:g}", x=x, seed=seed,
+            relative_l2=size * x * (1 + seed),
+        )
+        for recipe, size in (("a", 0.001), ("b", 0.002))
+        for x in (30.0, 1.0, 3.0)
+        for seed in range(11)
+    ]  # fmt: skip
+    figures.draw_lines(records, tmp_path / "a.png", figures.LINE_FIGURES["channel"])
+    (panel,) = canvas[0].axes
+    for line, band, size in zip(panel.lines, panel.collections, (0.1, 0.2), strict=True):
+        np.testing.assert_allclose(line.get_xdata(), [1, 3, 30])  # in their order
+        np.testing.assert_allclose(line.get_ydata(), size * 6 * np.array([1, 3, 30]))
+        heights = band.get_paths()[0].vertices[:, 1]
+        assert heights.min() == pytest.approx(size * 2)
+        assert heights.max() == pytest.approx(size * 10 * 30)
+    assert (panel.get_xscale(), panel.get_yscale()) == ("log", "log")
+    assert panel.lines[0].get_color() != panel.lines[1].get_color()
+
+
+def test_points_and_whiskers(canvas: list[Any], tmp_path: Path) -> None:
+    records = [
+        record(
+            sweep="balance",
+            inputs="normal",
+            setting=setting,
+            seed=seed,
+            relative_l2=size + 0.01 * seed,
+        )
+        for setting, size in (("off", 0.1), ("on", 0.2))
+        for seed in range(11)
+    ]
+    figures.draw_lines(records, tmp_path / "a.png", figures.LINE_FIGURES["balance"])
+    (panel,) = canvas[0].axes
+    ((points, _, (whiskers,)),) = panel.containers
+    np.testing.assert_allclose(points.get_ydata(orig=False), [15, 25])
+    ends = [sorted(segment[:, 1]) for segment in whiskers.get_segments()]
+    np.testing.assert_allclose(ends, [[11, 19], [21, 29]])
+    assert points.get_linestyle() == "None"
+    assert panel.get_ylim()[0] == 0
+
+
+def test_bars_of_the_ablation(canvas: list[Any], tmp_path: Path) -> None:
+    records = [
+        record(sweep="ablation", recipe=recipe, seed=seed, rmse_unrounded=size * (1 + seed))
+        for recipe, size in (("fp16", 1e-4), ("f8", 1e-3), ("fa3", 2e-3))
+        for seed in range(11)
+    ]
+    figures.draw_ablation(records, tmp_path / "a.png")
+    (panel,) = canvas[0].axes
+    published, ours = ([bar.get_height() for bar in bars] for bars in panel.containers)
+    np.testing.assert_allclose(published, [1.9e-4, 9.1e-3])
+    np.testing.assert_allclose(ours, [6e-4, 6e-3, 12e-3])
+    (whiskers,) = panel.collections
+    ends = [segment[:, 1] for segment in whiskers.get_segments()]
+    np.testing.assert_allclose(ends, [[2e-4, 1e-3], [2e-3, 1e-2], [4e-3, 2e-2]])
+    assert panel.get_yscale() == "log"
+
+
+def test_more_lines_than_colours_differ(canvas: list[Any], tmp_path: Path) -> None:
+    records = [record(inputs=f"layer {n}", recipe=f"r{i}") for n in range(2) for i in range(17)]
+    figures.draw_inputs(records, tmp_path / "a.png")
+    (panel,) = canvas[0].axes
+    looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in panel.lines}
+    assert len(looks) == 17
 
 
 def test_nan_does_not_stop_a_figure(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ _COLOURS = (
     "#999999",
 )
 _MARKERS = "osD^vP*X"
+_LINES = ("-", "--", ":")  # the next for every eight lines, when colours begin anew
 _MOST_PANELS = 6
 _PERCENT = "relative L2 error (%)"
 _METRIC_LABELS = {
@@ -255,22 +256,26 @@ def draw_ablation(records: Sequence[Record], path: Path) -> None:
     known = [(i, PUBLISHED[name].rmse) for i, name in enumerate(names) if name in PUBLISHED]
     # A bar without a published one beside it stands in the middle.
     ours = [i + (width / 2 if name in PUBLISHED else 0.0) for i, name in enumerate(names)]
-    for label, places, heights, colour, hatch in (
+    published = [height for _, height in known]
+    medians, tops = ([getattr(mine[n], field) for n in names] for field in ("median", "high"))
+    for label, places, heights, ends, colour, hatch in (
         (
             "published (FlashAttention-3)",
             [i - width / 2 for i, _ in known],
-            [height for _, height in known],
+            published,
+            published,
             _COLOURS[7],
             "//",
         ),
-        ("here, median", ours, [mine[name].median for name in names], _COLOURS[0], ""),
+        ("here, median", ours, medians, tops, _COLOURS[0], ""),
     ):
-        bars = panel.bar(
-            places, heights, width, color=colour, hatch=hatch, edgecolor="white", label=label
-        )
-        panel.bar_label(bars, fmt=lambda value: f"{value:.1e}", fontsize="x-small", padding=2)
-    for place, name in zip(ours, names, strict=True):
-        panel.vlines(place, mine[name].low, mine[name].high, color="black", linewidth=1)
+        panel.bar(places, heights, width, color=colour, hatch=hatch, edgecolor="white", label=label)
+        for place, height, end in zip(places, heights, ends, strict=True):
+            panel.annotate(
+                f"{height:.1e}", (place, end), xytext=(0, 2), textcoords="offset points",
+                ha="center", va="bottom", fontsize="x-small",
+            )  # fmt: skip
+    panel.vlines(ours, [mine[name].low for name in names], tops, color="black", linewidth=1)
     panel.set_yscale("log")
     panel.margins(y=0.15)
     panel.set_xticks(range(len(names)))
@@ -392,10 +397,9 @@ def _points_with_whiskers(
         [place + spread for place in places],
         middle,
         yerr=[below, above],
-        linestyle="none",
         capsize=2,
         label=label,
-        **_style(index),
+        **(_style(index) | {"linestyle": "none"}),
     )
 
 
@@ -405,6 +409,7 @@ def _style(index: int) -> dict[str, Any]:
         "marker": _MARKERS[index % len(_MARKERS)],
         "markersize": 4.5,
         "linewidth": 1.4,
+        "linestyle": _LINES[index // len(_COLOURS) % len(_LINES)],
     }
 
 
