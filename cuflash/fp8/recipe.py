@@ -201,7 +201,7 @@ def _orthogonal_copy(matrix: Array) -> Array:
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
         raise ValueError(f"rotation: got shape {matrix.shape}; expected a square matrix")
     try:
-        double = matrix.astype(np.float64, casting="same_kind")
+        double = np.asarray(matrix).astype(np.float64, casting="same_kind")
     except TypeError as error:
         raise TypeError(f"rotation: got dtype {matrix.dtype}; expected real numbers") from error
     if not np.isfinite(double).all():
