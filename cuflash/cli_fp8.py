@@ -79,7 +79,6 @@ def add_parser(commands: Any) -> None:
     command.add_argument(
         "--rows",
         type=_count,
-        default=_ROWS,
         metavar="N",
         help=f"query rows of each head, a sample of all; default {_ROWS}",
     )
@@ -125,11 +124,14 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         records.write_json(options.json, measured)
     print(report(measured, options.metric))
+    beyond = _beyond_limits(measured)
+    if "limits" in {record.sweep for record in measured}:
+        print("\n".join(beyond) or "all within their limits")
     if options.figures:
         drawn = figures.draw_all(measured, options.figures, options.format)
         drawn.append(_draw_keys(tasks[0], options.figures / f"keys.{options.format}"))
         print("\n" + "\n".join(f"drawn: {path}" for path in drawn))
-    return 0
+    return 1 if beyond else 0
 
 
 def report(measured: Sequence[records.Record], metric: str = _PERCENT_METRIC) -> str:
@@ -144,6 +146,18 @@ def report(measured: Sequence[records.Record], metric: str = _PERCENT_METRIC) ->
         else:
             parts.append(_sweep_table(mine, metric))
     return "\n\n".join(parts)
+
+
+def _beyond_limits(measured: Sequence[records.Record]) -> list[str]:
+    """What the sweep over limits found too large, a NaN included."""
+    found = records.summarise(record for record in measured if record.sweep == "limits")
+    return [
+        f"beyond its limit: {s.recipe} on {s.inputs}, {_cell(s.metric, s.median)} % > "
+        f"{_cell(s.metric, limit)} %"
+        for s in found
+        if (limit := sweeps.LIMITS.get(s.recipe, {}).get(s.inputs)) is not None
+        and not s.median <= limit
+    ]
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
@@ -171,9 +185,11 @@ def _tasks(options: argparse.Namespace) -> list[experiment.Task]:
         heads=options.heads or _HEADS,
         keys=options.seq or _KEYS,
         dim=options.dim or _DIM,
-        rows=options.rows,
+        rows=options.rows or _ROWS,
         causal=options.causal,
     )
+    if not everything:
+        _check_settled(options, [sweep for sweep in chosen if sweep])
     if options.npz is None:
         if options.layers:
             raise ValueError("--layers: needs --npz")
@@ -201,6 +217,21 @@ def _tasks(options: argparse.Namespace) -> list[experiment.Task]:
         for sweep in chosen or [None]
         for task in experiment.plan_layers(layers, shape, seeds, sweep, recipes)
     ]
+
+
+def _check_settled(options: argparse.Namespace, chosen: Sequence[sweeps.Sweep]) -> None:
+    """Options that a sweep would pass over."""
+    for sweep in chosen:
+        for option, field in (
+            ("seq", "keys"),
+            ("dim", "dim"),
+            ("heads", "heads"),
+            ("rows", "rows"),
+        ):
+            if field in sweep.settings[0].shape and getattr(options, option):
+                raise ValueError(f"--{option}: is settled by the sweep {sweep.name!r}")
+        if sweep.name == "limits" and options.causal:
+            raise ValueError("--causal: the sweep 'limits' is about full attention")
 
 
 def _layers(options: argparse.Namespace) -> list[experiment.LayerSource]:
@@ -242,7 +273,10 @@ def _sweep_table(measured: Sequence[records.Record], metric: str) -> str:
         (setting,) = settings
         head = ["recipe", *inputs]
         rows = [[r, *(cells.get((name, r, setting), "-") for name in inputs)] for r in recipes]
-        if len(inputs) > 1:
+        if first.sweep == "limits" and metric == _PERCENT_METRIC:
+            rows = [line for row in rows for line in (row, _limits(row[0], inputs)) if line]
+            recipes = []  # a mean would have no limit
+        if len(inputs) > 1 and recipes:
             head.append("RMS")
             for row, recipe in zip(rows, recipes, strict=True):
                 medians = [s.median for s in found if s.recipe == recipe]
@@ -254,6 +288,15 @@ def _sweep_table(measured: Sequence[records.Record], metric: str) -> str:
     return (
         f"{lead}{_METRIC_TITLES[metric]}{_seeds(found)}\n{_about(measured)}\n{_lay_out(head, rows)}"
     )
+
+
+def _limits(recipe: str, inputs: Sequence[str]) -> list[str]:
+    """A line of limits, or nothing for a recipe that has none."""
+    limits = sweeps.LIMITS.get(recipe)
+    if limits is None:
+        return []
+    shown = (_cell(_PERCENT_METRIC, limits[name]) if name in limits else "-" for name in inputs)
+    return ["  at most", *shown]
 
 
 def _ablation_table(measured: Sequence[records.Record]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import re
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from cuflash import cli_fp8
 from cuflash.fp8 import figures
 from cuflash.fp8.records import Record, read_csv, read_json, summarise
-from cuflash.fp8.sweeps import PUBLISHED, SWEEPS
+from cuflash.fp8.sweeps import LIMITS, PUBLISHED, SWEEPS
 from cuflash.runtime import progress
 
 Capture = pytest.CaptureFixture[str]
@@ -95,6 +96,39 @@ def test_the_ablation_stands_beside_the_published_numbers(tmp_path: Path, capsys
         assert float(ratio) == pytest.approx(ours[recipe].median / published.rmse, abs=0.006)
     assert found["FP8 per tensor"][0] == "2.4e-02"
     assert found["i8"][0] == "-"
+
+
+@pytest.mark.parametrize(
+    ("worst", "status", "verdict"),
+    [
+        (1.0, 0, "all within their limits"),
+        (1.01, 1, "beyond its limit: i8+ on t3, 3.23 % > 3.2 %"),
+        (math.nan, 1, "beyond its limit: i8+ on t3, nan % > 3.2 %"),
+    ],
+)
+def test_limits(
+    worst: float, status: int, verdict: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(tasks: Any) -> list[Record]:
+        assert {(t.shape.heads, t.shape.rows, t.shape.keys, t.shape.dim) for t in tasks} == {
+            (8, 1024, 4096, 128)
+        }
+        return [
+            Record(
+                "limits", recipe, name, "", None, 8, 1024, 4096, 128, False, 0, 0.1,
+                limit * (worst if (recipe, name) == ("i8+", "t3") else 0.9), 0.3, 0.9, None, 1.0,
+            )
+            for recipe, limits in LIMITS.items()
+            for name, limit in limits.items()
+        ]  # fmt: skip
+
+    monkeypatch.setattr(cli_fp8.experiment, "run", measured)
+    assert run("--sweep", "limits") == status
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == verdict
+    lines = [cells(line) for line in out.splitlines()[2:-1]]
+    assert [line[0] for line in lines] == ["recipe", "f8+", "at most", "i8+", "at most"]
+    assert lines[2][1:] == [f"{100 * limit:.3g}" for limit in LIMITS["f8+"].values()]
 
 
 def test_a_sweep_has_its_settings_as_columns(tmp_path: Path, capsys: Capture) -> None:
@@ -196,6 +230,10 @@ def test_arguments_that_do_not_parse(
             ("--sweep", "sink", "--distribution", "normal"),
             "distribution: got normal; expected none",
         ),
+        (("--sweep", "length", "--seq", "64"), "--seq: is settled by the sweep 'length'"),
+        (("--sweep", "sink,dim", "--dim", "64"), "--dim: is settled by the sweep 'dim'"),
+        (("--sweep", "limits", "--rows", "8"), "--rows: is settled by the sweep 'limits'"),
+        (("--sweep", "limits", "--causal"), "--causal: the sweep 'limits' is about full"),
         (("--layers", "3"), "--layers: needs --npz"),
         (("--npz", FIXTURE, "--dim", "64"), "--dim: is settled by the file of --npz"),
         (("--npz", FIXTURE, "--seq", "64"), "--seq: is settled"),

@@ -36,7 +36,7 @@ from cuflash.fp8.records import (
     write_csv,
     write_json,
 )
-from cuflash.fp8.sweeps import PUBLISHED, SWEEPS, parse_recipe
+from cuflash.fp8.sweeps import LIMITS, PUBLISHED, SWEEPS, parse_recipe
 
 Array = np.ndarray[Any, Any]
 FIXTURE = Path(__file__).parent / "data" / "smollm2_qkv.npz"
@@ -305,6 +305,8 @@ def test_a_sweep_runs_and_varies_something(name: str) -> None:
     tasks = plan_random(TINY, [0], sweep)
     shortest = min(task.shape.keys for task in tasks)
     chosen = [task for task in tasks if task.shape.keys == shortest]
+    if name == "limits":  # the largest of all
+        chosen = [dataclasses.replace(task, shape=TINY) for task in chosen]
     records = list(run(chosen))
     assert len(records) == sum(len(task.measurements) for task in chosen)
     assert {record.sweep for record in records} == {name}
@@ -322,7 +324,7 @@ def test_a_sweep_runs_and_varies_something(name: str) -> None:
 
 def test_the_sweeps_are_those_of_the_documentation() -> None:
     assert list(SWEEPS) == [
-        "ablation", "rotation", "block", "balance", "centring", "accumulation", "p-scale",
+        "ablation", "limits", "rotation", "block", "balance", "centring", "accumulation", "p-scale",
         "outlier", "probability", "channel", "kmean", "sink", "length", "dim",
     ]  # fmt: skip
 
@@ -337,6 +339,17 @@ def test_published_numbers_belong_to_recipes_that_are_run() -> None:
         (None, "tensor"), (None, 128), ("hadamard", "tensor"), ("hadamard", 128),
     ]  # fmt: skip
     assert [PUBLISHED[n].rmse for n in ("fp16", "per_tensor", "fa3")] == [1.9e-4, 2.4e-2, 9.1e-3]
+
+
+def test_limits_are_kept_on_a_sample() -> None:
+    """One head of the sweep's four thousand keys; what has no outliers is near its mean already."""
+    assert set(LIMITS) == set(SWEEPS["limits"].recipes)
+    assert all(set(limits) == set(DISTRIBUTIONS) for limits in LIMITS.values())
+    chosen = ["normal", "chanK", "kmean", "tokenV"]
+    shape = Shape(heads=1, keys=4096, dim=128, rows=64)
+    for record in run(plan_random(shape, [0], None, tuple(LIMITS), chosen)):
+        limit = LIMITS[record.recipe][record.inputs]
+        assert 0.5 * limit < record.relative_l2 < limit
 
 
 def test_a_record_is_what_was_measured() -> None:

@@ -8,6 +8,11 @@ and its table of numerical error).
 Since rows of attention are independent, few of them, spread over the sequence, tell the error of
 all: with 128 query rows for each head, 16,384 keys are affordable. What a recipe takes from q as a
 whole (a scale per head, say) then comes from those rows.
+
+>>> tasks = plan_random(Shape(heads=1, keys=512, dim=64), [0], None, ["f8", "i8"], ["normal"])
+>>> f8, i8 = run(tasks)
+>>> i8.relative_l2 < f8.relative_l2 < 0.06
+True
 """
 
 from __future__ import annotations

@@ -113,6 +113,41 @@ def _shape(**fields: int) -> Setting:
     return Setting(str(value), float(value), shape=fields)
 
 
+LIMITS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "f8+": {
+            "paper": 0.052,
+            "normal": 0.052,
+            "chanK": 0.052,
+            "chanQKV": 0.068,
+            "kmean": 0.0009,
+            "qkmean": 0.008,
+            "token": 0.14,
+            "tokenV": 0.052,
+            "t3": 0.054,
+            "sink8": 0.066,
+            "sink12": 0.065,
+        },
+        "i8+": {
+            "paper": 0.031,
+            "normal": 0.035,
+            "chanK": 0.035,
+            "chanQKV": 0.039,
+            "kmean": 0.0006,
+            "qkmean": 0.0033,
+            "token": 0.045,
+            "tokenV": 0.035,
+            "t3": 0.032,
+            "sink8": 0.038,
+            "sink12": 0.015,
+        },
+    }
+)
+"""By recipe and distribution, the relative L2 error that the sweep ``limits`` must not exceed: what
+rounding causes at 4,096 keys, dim 128, full, and some 10 % for the sample. More means a bug.
+"""
+
+
 _BLOCKS: tuple[int | str, ...] = ("token", 32, 64, 128, 256, "head", "tensor")
 _OUTLIER_RECIPES = (
     "per_tensor",
@@ -132,6 +167,13 @@ SWEEPS: Mapping[str, Sweep] = MappingProxyType(
                 "the published ablation of FlashAttention-3, and the recipes here",
                 (*PUBLISHED, "f8", "i8"),
                 ("paper",),
+            ),
+            Sweep(
+                "limits",
+                "errors beside the largest that rounding explains",
+                tuple(LIMITS),
+                tuple(LIMITS["f8+"]),
+                (Setting("", shape={"heads": 8, "keys": 4096, "dim": 128, "rows": 1024}),),
             ),
             Sweep(
                 "rotation",
