@@ -256,6 +256,8 @@ def _draw_keys(task: experiment.Task, path: Path) -> Path:
 def _sweep_table(measured: Sequence[records.Record], metric: str) -> str:
     """Settings, or without them inputs, as columns, and recipes as rows; turned where too wide."""
     found = records.summarise(measured, metric)
+    if not found:
+        raise ValueError(f"--metric: got {metric!r}, but these inputs are float16 as they come")
     first = measured[0]
     settings = list(dict.fromkeys(s.setting for s in found))
     inputs = list(dict.fromkeys(s.inputs for s in found))

@@ -239,6 +239,10 @@ def test_arguments_that_do_not_parse(
         (("--npz", FIXTURE, "--seq", "64"), "--seq: is settled"),
         (("--npz", FIXTURE, "--heads", "1"), "--heads: is settled"),
         (("--npz", FIXTURE, "--distribution", "t3"), "--distribution: is settled"),
+        (
+            ("--npz", FIXTURE, "--rows", "2", "--seeds", "1", "--metric", "rmse_unrounded"),
+            "--metric: got 'rmse_unrounded', but these inputs are float16",
+        ),
         (("--npz", FIXTURE, "--layers", "27,28"), "--layers: got '28'; .*npz has 27"),
         (("--npz", FIXTURE, "--sweep", "sink"), "sweep: got 'sink', which brings its own inputs"),
         (("--csv", "no/such/folder/a.csv"), "--csv: got no/such/folder/a.csv; there is no folder"),
