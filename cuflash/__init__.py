@@ -3,6 +3,7 @@
 from .api import attention, explain
 from .arrays import ArrayInfo
 from .environment import info
+from .fp8 import Fp8Recipe, attention_fp8, quantize_fp8
 from .merge import merge_states
 from .plan import Plan
 from .precompile import warmup
@@ -11,12 +12,15 @@ from .version import __version__
 
 __all__ = [
     "ArrayInfo",
+    "Fp8Recipe",
     "Plan",
     "__version__",
     "attention",
+    "attention_fp8",
     "explain",
     "info",
     "io_bytes",
     "merge_states",
+    "quantize_fp8",
     "warmup",
 ]

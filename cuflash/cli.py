@@ -1,4 +1,4 @@
-"""The command line: `cuflash info | explain | check | warmup | cache`, also as
+"""The command line: `cuflash info | explain | check | warmup | cache | fp8-error`, also as
 `python -m cuflash`.
 """
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import check, cli_kernels
+from . import check, cli_fp8, cli_kernels
 from .api import explain
 from .arrays import ArrayInfo
 from .cli_shared import add_command, as_json, list_examples, words
@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     cli_kernels.add_warmup(commands)
     cli_kernels.add_cache(commands)
+    cli_fp8.add_parser(commands)
     return parser
 
 

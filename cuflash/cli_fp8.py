@@ -79,7 +79,6 @@ def add_parser(commands: Any) -> None:
     command.add_argument(
         "--rows",
         type=_count,
-        default=_ROWS,
         metavar="N",
         help=f"query rows of each head, a sample of all; default {_ROWS}",
     )
@@ -118,17 +117,21 @@ def run(options: argparse.Namespace) -> int:
     with progress.bar(total) as step:
         for record in experiment.run(tasks):
             measured.append(record)
-            step(f"{record.sweep} {record.inputs} {record.setting} {record.recipe}".strip())
+            now = (record.sweep, record.inputs, record.setting, record.recipe)
+            step(" ".join(filter(None, now)))
     if options.csv:
         records.write_csv(options.csv, measured)
     if options.json:
         records.write_json(options.json, measured)
     print(report(measured, options.metric))
+    beyond = _beyond_limits(measured)
+    if "limits" in {record.sweep for record in measured}:
+        print("\n".join(beyond) or "all within their limits")
     if options.figures:
         drawn = figures.draw_all(measured, options.figures, options.format)
         drawn.append(_draw_keys(tasks[0], options.figures / f"keys.{options.format}"))
         print("\n" + "\n".join(f"drawn: {path}" for path in drawn))
-    return 0
+    return 1 if beyond else 0
 
 
 def report(measured: Sequence[records.Record], metric: str = _PERCENT_METRIC) -> str:
@@ -143,6 +146,18 @@ def report(measured: Sequence[records.Record], metric: str = _PERCENT_METRIC) ->
         else:
             parts.append(_sweep_table(mine, metric))
     return "\n\n".join(parts)
+
+
+def _beyond_limits(measured: Sequence[records.Record]) -> list[str]:
+    """What the sweep over limits found too large, a NaN included."""
+    found = records.summarise(record for record in measured if record.sweep == "limits")
+    return [
+        f"beyond its limit: {s.recipe} on {s.inputs}, {_cell(s.metric, s.median)} % > "
+        f"{_cell(s.metric, limit)} %"
+        for s in found
+        if (limit := sweeps.LIMITS.get(s.recipe, {}).get(s.inputs)) is not None
+        and not s.median <= limit
+    ]
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
@@ -170,9 +185,11 @@ def _tasks(options: argparse.Namespace) -> list[experiment.Task]:
         heads=options.heads or _HEADS,
         keys=options.seq or _KEYS,
         dim=options.dim or _DIM,
-        rows=options.rows,
+        rows=options.rows or _ROWS,
         causal=options.causal,
     )
+    if not everything:
+        _check_settled(options, [sweep for sweep in chosen if sweep])
     if options.npz is None:
         if options.layers:
             raise ValueError("--layers: needs --npz")
@@ -202,6 +219,21 @@ def _tasks(options: argparse.Namespace) -> list[experiment.Task]:
     ]
 
 
+def _check_settled(options: argparse.Namespace, chosen: Sequence[sweeps.Sweep]) -> None:
+    """Options that a sweep would pass over."""
+    for sweep in chosen:
+        for option, field in (
+            ("seq", "keys"),
+            ("dim", "dim"),
+            ("heads", "heads"),
+            ("rows", "rows"),
+        ):
+            if field in sweep.settings[0].shape and getattr(options, option):
+                raise ValueError(f"--{option}: is settled by the sweep {sweep.name!r}")
+        if sweep.name == "limits" and options.causal:
+            raise ValueError("--causal: the sweep 'limits' is about full attention")
+
+
 def _layers(options: argparse.Namespace) -> list[experiment.LayerSource]:
     found = experiment.layers_of(options.npz)
     if not options.layers:
@@ -224,27 +256,29 @@ def _draw_keys(task: experiment.Task, path: Path) -> Path:
 def _sweep_table(measured: Sequence[records.Record], metric: str) -> str:
     """Settings, or without them inputs, as columns, and recipes as rows; turned where too wide."""
     found = records.summarise(measured, metric)
+    if not found:
+        raise ValueError(f"--metric: got {metric!r}, but these inputs are float16 as they come")
     first = measured[0]
     settings = list(dict.fromkeys(s.setting for s in found))
     inputs = list(dict.fromkeys(s.inputs for s in found))
     recipes = list(dict.fromkeys(s.recipe for s in found))
     cells = {(s.inputs, s.recipe, s.setting): _cell(metric, s.median) for s in found}
     if len(settings) > 1:
-        # The inputs of a sweep over these are one family, so that their name says nothing.
         rows = [
             [name, recipe, *(cells.get((name, recipe, setting), "-") for setting in settings)]
             for name in inputs
             for recipe in recipes
             if any((name, recipe, setting) in cells for setting in settings)
         ]
-        if first.sweep in sweeps.SWEEPS and sweeps.SWEEPS[first.sweep].about_inputs:
-            rows = _joined_inputs(rows)
         head = ["inputs", "recipe", *settings]
     else:
         (setting,) = settings
         head = ["recipe", *inputs]
         rows = [[r, *(cells.get((name, r, setting), "-") for name in inputs)] for r in recipes]
-        if len(inputs) > 1:
+        if first.sweep == "limits" and metric == _PERCENT_METRIC:
+            rows = [line for row in rows for line in (row, _limits(row[0], inputs)) if line]
+            recipes = []  # a mean would have no limit
+        if len(inputs) > 1 and recipes:
             head.append("RMS")
             for row, recipe in zip(rows, recipes, strict=True):
                 medians = [s.median for s in found if s.recipe == recipe]
@@ -258,17 +292,13 @@ def _sweep_table(measured: Sequence[records.Record], metric: str) -> str:
     )
 
 
-def _joined_inputs(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Rows of one recipe as one row: each setting has inputs of its own."""
-    joined: dict[str, list[str]] = {}
-    for name, recipe, *values in rows:
-        if recipe not in joined:
-            joined[recipe] = [name.rstrip("0123456789."), recipe, *values]
-            continue
-        for index, value in enumerate(values, 2):
-            if value != "-":
-                joined[recipe][index] = value
-    return list(joined.values())
+def _limits(recipe: str, inputs: Sequence[str]) -> list[str]:
+    """A line of limits, or nothing for a recipe that has none."""
+    limits = sweeps.LIMITS.get(recipe)
+    if limits is None:
+        return []
+    shown = (_cell(_PERCENT_METRIC, limits[name]) if name in limits else "-" for name in inputs)
+    return ["  at most", *shown]
 
 
 def _ablation_table(measured: Sequence[records.Record]) -> str:
@@ -305,8 +335,8 @@ def _about(measured: Sequence[records.Record]) -> str:
         return f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
     return (
-        f"{span('keys')} keys, dim {span('dim')}, {span('heads')} heads, {span('rows')} rows of "
-        f"each, {'causal' if measured[0].causal else 'full'}"
+        f"keys {span('keys')}, dim {span('dim')}, heads {span('heads')}, rows of each "
+        f"{span('rows')}, {'causal' if measured[0].causal else 'full'}"
     )
 
 

@@ -55,7 +55,9 @@ def test_version(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("info",), ("explain",), ("check",), ("warmup",), ("cache",)], ids=str
+    "command",
+    [(), ("info",), ("explain",), ("check",), ("warmup",), ("cache",), ("fp8-error",)],
+    ids=str,
 )
 def test_help_shows_examples_that_parse(command: tuple[str, ...], capsys: Capture) -> None:
     status, out, err = run(capsys, *command, "--help")

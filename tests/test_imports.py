@@ -32,20 +32,22 @@ LAYERS = (
     ("families", "families.fused", "families.sm90_tiles"),  # the first loads others by name
     ("fp8.quantize", "fp8.emulate"),
     ("fp8.attention",),
-    ("fp8",),
+    ("fp8", "fp8.baselines", "fp8.distributions"),
+    ("fp8.sweeps",),
     ("families.reference", "families.sm80", "families.sm90", "families.standard"),
     ("dispatch",),
     ("calls", "environment", "precompile"),
     ("api",),
     ("",),
-    ("check", "cli_shared"),
-    ("cli_kernels",),
+    ("check", "cli_shared", "fp8.problems", "fp8.records"),
+    ("cli_kernels", "fp8.experiment", "fp8.figures"),
+    ("cli_fp8",),
     ("cli",),
     ("__main__",),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 MAY_IMPORT_CUPY = ("arrays", "environment", "check", "families.", "runtime.")
-THIRD_PARTY = {"numpy", "ml_dtypes", "cupy", "cupy_backends", "filelock"}
+THIRD_PARTY = {"numpy", "ml_dtypes", "cupy", "cupy_backends", "filelock", "matplotlib"}
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def in_fresh_process(code: str) -> str:
 def test_importing_loads_neither_cupy_nor_scipy() -> None:
     loaded = in_fresh_process("import sys, cuflash; print(*sys.modules)").split()
     assert "cuflash.api" in loaded
-    for package in ("cupy", "cupy_backends", "scipy", "ml_dtypes", "torch"):
+    for package in ("cupy", "cupy_backends", "scipy", "ml_dtypes", "matplotlib", "torch"):
         assert package not in loaded
     assert not {"cuflash.cli", "cuflash.check", "cuflash.families.standard"} & set(loaded)
 

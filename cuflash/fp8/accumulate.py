@@ -2,7 +2,7 @@
 
 Hopper's FP8 instructions align the products of 32 keys and the accumulator to the largest exponent
 among them and keep 13 fraction bits (DeepSeek-V3 technical report, 2024, section 3.3.2, found 14
-bits; SageAttention2, 2024, section 3.4, 13).
+bits; SageAttention2, 2024, 13).
 """
 
 from __future__ import annotations

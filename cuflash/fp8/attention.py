@@ -71,8 +71,8 @@ def attention_fp8(
     -----
     NaN and Inf spread further than in 16-bit attention: see `quantize_fp8`.
 
-    Shah et al., "FlashAttention-3" (2024), section 3.3; Zhang et al., "SageAttention2" (2024),
-    section 3; balancing after Xiao et al., "SmoothQuant" (2022).
+    Shah et al., "FlashAttention-3" (2024), section 3.3; Zhang et al., "SageAttention2" (2024);
+    balancing after Xiao et al., "SmoothQuant" (2022).
 
     Examples
     --------

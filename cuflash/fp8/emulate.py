@@ -1,7 +1,7 @@
 """The 8-bit kernel on NumPy arrays: the same tiles, roundings and order of steps, in float32.
 
 Online softmax over tiles of 128 keys (Dao 2023, section 3.1) with P in e4m3 (FlashAttention-3,
-section 3.3; SageAttention2, section 3.3). What a tile's weights are relative to may go below the
+section 3.3; SageAttention2). What a tile's weights are relative to may go below the
 running maximum, so that the weights of every tile use the range of e4m3; results so far then grow
 by a factor, up to 2**20, instead of shrinking. Memory beside the inputs is that of one head's keys
 and values in float32 and of one tile of scores.

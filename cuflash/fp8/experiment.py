@@ -8,6 +8,11 @@ and its table of numerical error).
 Since rows of attention are independent, few of them, spread over the sequence, tell the error of
 all: with 128 query rows for each head, 16,384 keys are affordable. What a recipe takes from q as a
 whole (a scale per head, say) then comes from those rows.
+
+>>> tasks = plan_random(Shape(heads=1, keys=512, dim=64), [0], None, ["f8", "i8"], ["normal"])
+>>> f8, i8 = run(tasks)
+>>> i8.relative_l2 < f8.relative_l2 < 0.06
+True
 """
 
 from __future__ import annotations
@@ -27,7 +32,6 @@ from .problems import (
     Source,
     exact_attention,
     layers_of,
-    save_layers,
 )
 from .records import Record, errors
 from .sweeps import NamedRecipe, Setting, Sweep, parse_recipe
@@ -45,7 +49,6 @@ __all__ = [
     "plan_layers",
     "plan_random",
     "run",
-    "save_layers",
 ]
 
 
@@ -136,7 +139,13 @@ def plan_random(
     name = "" if sweep is None else sweep.name
     if sweep is not None and sweep.about_inputs:
         return [
-            Task(name, RandomSource(setting.distribution), shape, seed, _measure(parsed, [setting]))
+            Task(
+                name,
+                RandomSource(setting.distribution, sweep.distributions[0]),
+                shape,
+                seed,
+                _measure(parsed, [setting]),
+            )
             for setting in settings
             for seed in seeds
             if setting.distribution is not None
@@ -144,7 +153,7 @@ def plan_random(
     wanted = distributions or (() if sweep is None else sweep.distributions)
     if not wanted:
         raise ValueError("distribution: none given; expected at least one")
-    sources = [RandomSource(named(one)) for one in wanted]
+    sources = [RandomSource(named(one), one) for one in wanted]
     return _tasks(name, sources, shape, seeds, parsed, settings)
 
 

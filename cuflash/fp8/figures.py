@@ -35,6 +35,7 @@ _COLOURS = (
     "#999999",
 )
 _MARKERS = "osD^vP*X"
+_LINES = ("-", "--", ":")  # the next for every eight lines, when colours begin anew
 _MOST_PANELS = 6
 _PERCENT = "relative L2 error (%)"
 _METRIC_LABELS = {
@@ -57,8 +58,9 @@ class LineFigure:
         One of `records.METRICS`; a relative error is drawn in percent, a cosine as its distance
         from 1.
     x_scale : str
-        ``"linear"``, ``"log"``, ``"symlog"`` for numbers that begin with 0, ``"log2"``, or
-        ``"words"``: the settings in their order, for those that are no numbers.
+        ``"linear"``, ``"log"``, ``"symlog"`` for numbers that begin with 0, ``"log2"``; or the
+        settings in their order: ``"words"`` for those that grow, ``"kinds"`` for those that do not,
+        which no line joins.
     """
 
     title: str
@@ -89,16 +91,18 @@ LINE_FIGURES = MappingProxyType(
         "sink": LineFigure("Error by score of an attention sink", "mean score of the sink keys"),
         "length": LineFigure("Error by number of keys", "keys", metric="rmse", x_scale="log2"),
         "block": LineFigure(
-            "Error by size of the blocks of Q and K that share a scale", "block", x_scale="words"
+            "Error by size of the blocks of Q and K that share a scale (f8: e4m3, i8: int8)",
+            "block",
+            x_scale="words",
         ),
-        "rotation": LineFigure("Error by kind of rotation", "rotation", x_scale="words"),
-        "balance": LineFigure("Error with and without balancing", "balancing", x_scale="words"),
+        "rotation": LineFigure("Error by kind of rotation", "rotation", x_scale="kinds"),
+        "balance": LineFigure("Error with and without balancing", "balancing", x_scale="kinds"),
         "centring": LineFigure(
-            "Error by what is centred", "centred", metric="rmse", x_scale="words"
+            "Error by what is centred", "centred", metric="rmse", x_scale="kinds"
         ),
-        "accumulation": LineFigure("Error by accumulation of PV", "accumulation", x_scale="words"),
+        "accumulation": LineFigure("Error by accumulation of PV", "accumulation", x_scale="kinds"),
         "p-scale": LineFigure(
-            "Error by scale and reference of P", "scale, reference", x_scale="words"
+            "Error by scale and reference of P", "scale, reference", x_scale="kinds"
         ),
         "dim": LineFigure("Error by head dim", "head dim", metric="rmse", x_scale="log2"),
     }
@@ -179,16 +183,19 @@ def draw_lines(records: Sequence[Record], path: Path, figure: LineFigure) -> Non
             chosen = [s for s in summaries if s.inputs == name and s.recipe == line]
             if not chosen:
                 continue
-            if figure.x_scale == "words":
+            if figure.x_scale in ("words", "kinds"):
                 places = [float(words.index(s.setting)) for s in chosen]
             else:
                 chosen.sort(key=lambda s: _number(s.x))
                 places = [_number(s.x) for s in chosen]
-            _line_with_band(panel, places, chosen, index, line)
+            if figure.x_scale == "kinds":
+                _points_with_whiskers(panel, places, chosen, (index, len(lines)), line)
+            else:
+                _line_with_band(panel, places, chosen, index, line)
         _scale_x(panel, figure.x_scale, words, [_number(s.x) for s in summaries])
-        _scale_y(panel, summaries)
         panel.set_xlabel(figure.x_label)
         panel.set_title(name, fontsize="medium")
+    _scale_y(panels[0], summaries)  # which the others share
     panels[0].set_ylabel(_METRIC_LABELS[figure.metric])
     _finish(canvas, panels[0], f"{figure.title}\n{_about(records)}", path, len(lines))
 
@@ -211,19 +218,11 @@ def draw_inputs(records: Sequence[Record], path: Path) -> None:
     canvas, (panel,) = _panels(1, width=max(6.0, 0.35 * len(inputs) + 3.0))
     for index, recipe in enumerate(recipes):
         chosen = [s for s in summaries if s.recipe == recipe]
-        spread = 0.0 if layers else 0.5 * ((index + 0.5) / len(recipes) - 0.5)
-        places = [inputs.index(s.inputs) + spread for s in chosen]
+        places = [float(inputs.index(s.inputs)) for s in chosen]
         if layers:
             _line_with_band(panel, places, chosen, index, recipe)
-            continue
-        middle = [_shown(s.metric, s.median) for s in chosen]
-        reach = [
-            [m - _shown(s.metric, s.low) for m, s in zip(middle, chosen, strict=True)],
-            [_shown(s.metric, s.high) - m for m, s in zip(middle, chosen, strict=True)],
-        ]
-        panel.errorbar(
-            places, middle, yerr=reach, linestyle="none", capsize=2, label=recipe, **_style(index)
-        )
+        else:
+            _points_with_whiskers(panel, places, chosen, (index, len(recipes)), recipe)
     panel.set_xticks(range(len(inputs)))
     shown = [name.removeprefix("layer ") for name in inputs] if layers else inputs
     panel.set_xticklabels(shown, rotation=0 if layers or len(inputs) < 7 else 45)
@@ -251,32 +250,32 @@ def draw_ablation(records: Sequence[Record], path: Path) -> None:
     }
     if not mine:
         raise ValueError("records: none is of the distribution 'paper'")
-    canvas, (panel,) = _panels(1, width=9.0)
+    canvas, (panel,) = _panels(1, width=max(6.5, 1.25 * len(mine)))
     names = list(mine)
     width = 0.38
     known = [(i, PUBLISHED[name].rmse) for i, name in enumerate(names) if name in PUBLISHED]
-    for label, places, heights, colour, hatch in (
+    # A bar without a published one beside it stands in the middle.
+    ours = [i + (width / 2 if name in PUBLISHED else 0.0) for i, name in enumerate(names)]
+    published = [height for _, height in known]
+    medians, tops = ([getattr(mine[n], field) for n in names] for field in ("median", "high"))
+    for label, places, heights, ends, colour, hatch in (
         (
             "published (FlashAttention-3)",
             [i - width / 2 for i, _ in known],
-            [height for _, height in known],
+            published,
+            published,
             _COLOURS[7],
             "//",
         ),
-        (
-            "here, median",
-            [i + width / 2 for i in range(len(names))],
-            [mine[name].median for name in names],
-            _COLOURS[0],
-            "",
-        ),
+        ("here, median", ours, medians, tops, _COLOURS[0], ""),
     ):
-        bars = panel.bar(
-            places, heights, width, color=colour, hatch=hatch, edgecolor="white", label=label
-        )
-        panel.bar_label(bars, fmt=lambda value: f"{value:.1e}", fontsize="x-small", padding=2)
-    for i, name in enumerate(names):
-        panel.vlines(i + width / 2, mine[name].low, mine[name].high, color="black", linewidth=1)
+        panel.bar(places, heights, width, color=colour, hatch=hatch, edgecolor="white", label=label)
+        for place, height, end in zip(places, heights, ends, strict=True):
+            panel.annotate(
+                f"{height:.1e}", (place, end), xytext=(0, 2), textcoords="offset points",
+                ha="center", va="bottom", fontsize="x-small",
+            )  # fmt: skip
+    panel.vlines(ours, [mine[name].low for name in names], tops, color="black", linewidth=1)
     panel.set_yscale("log")
     panel.margins(y=0.15)
     panel.set_xticks(range(len(names)))
@@ -289,7 +288,7 @@ def draw_ablation(records: Sequence[Record], path: Path) -> None:
     )
     panel.set_ylabel(_METRIC_LABELS["rmse_unrounded"])
     panel.grid(axis="x", visible=False)
-    title = "Numerical error, N(0, 1) + N(0, 100) · Bernoulli(0.001)"
+    title = "Numerical error on N(0, 1) + N(0, 100) · Bernoulli(0.001)"
     _finish(canvas, panel, f"{title}\n{_about(records)}", path, 2)
 
 
@@ -325,11 +324,11 @@ def draw_key_block(block: Array, rotated: Array, path: Path, name: str = "") -> 
     for index, (panel, (when, x), unit) in enumerate(zip(panels, pairs, units, strict=True)):
         panel.hist(unit, edges, density=True, color=_COLOURS[index], label=when)
         panel.plot(
-            normal_x, np.maximum(normal_y, floor), "k--", linewidth=1,
+            normal_x, np.where(normal_y < floor, np.nan, normal_y), "k--", linewidth=1,
             label="normal" if index == 0 else None,
         )  # fmt: skip
         panel.set_yscale("log")
-        panel.set_ylim(floor, 20)
+        panel.set_ylim(floor, 2)
         panel.set_xlabel("element / RMS of the block")
         panel.set_title(f"{when}: kurtosis {kurtosis(x):.2f}", fontsize="medium")
     panels[0].set_ylabel("density")
@@ -380,17 +379,42 @@ def _line_with_band(
     panel.fill_between(places, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
+def _points_with_whiskers(
+    panel: Any,
+    places: Sequence[float],
+    chosen: Sequence[Summary],
+    turn: tuple[int, int],
+    label: str,
+) -> None:
+    """Points side by side: those of the `turn[0]`-th of `turn[1]` recipes."""
+    index, count = turn
+    spread = 0.5 * ((index + 0.5) / count - 0.5)
+    middle = [_shown(s.metric, s.median) for s in chosen]
+    ends = [sorted((_shown(s.metric, s.low), _shown(s.metric, s.high))) for s in chosen]
+    below = [m - low for m, (low, _) in zip(middle, ends, strict=True)]
+    above = [high - m for m, (_, high) in zip(middle, ends, strict=True)]
+    panel.errorbar(
+        [place + spread for place in places],
+        middle,
+        yerr=[below, above],
+        capsize=2,
+        label=label,
+        **(_style(index) | {"linestyle": "none"}),
+    )
+
+
 def _style(index: int) -> dict[str, Any]:
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "marker": _MARKERS[index % len(_MARKERS)],
         "markersize": 4.5,
         "linewidth": 1.4,
+        "linestyle": _LINES[index // len(_COLOURS) % len(_LINES)],
     }
 
 
 def _scale_x(panel: Any, scale: str, words: Sequence[str], values: Sequence[float]) -> None:
-    if scale == "words":
+    if scale in ("words", "kinds"):
         panel.set_xticks(range(len(words)))
         tilted = max(map(len, words)) * len(words) > 30
         panel.set_xticklabels(
@@ -417,10 +441,16 @@ def _scale_y(panel: Any, summaries: Sequence[Summary]) -> None:
     """Logarithmic where the errors span more than a factor of 5, else from 0."""
     shown = [_shown(s.metric, s.median) for s in summaries]
     shown = [value for value in shown if math.isfinite(value) and value > 0]
-    if shown and max(shown) > 5 * min(shown):
-        panel.set_yscale("log")
-    else:
+    if not shown or max(shown) <= 5 * min(shown):
         panel.set_ylim(bottom=0)
+        return
+    panel.set_yscale("log")
+    if summaries[0].metric == "relative_l2":
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+        panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+        panel.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _shown(metric: str, value: float) -> float:
@@ -452,8 +482,8 @@ def _about(records: Sequence[Record]) -> str:
     causal = "causal, " if records[0].causal else ""
     band = "; bands: 10 to 90 %" if seeds > 1 else ""
     return (
-        f"{causal}{span('keys')} keys, dim {span('dim')}, {span('heads')} heads of "
-        f"{span('rows')} rows, {seeds} {'seed' if seeds == 1 else 'seeds'}{band}"
+        f"{causal}keys {span('keys')}, dim {span('dim')}, heads {span('heads')}, rows of each "
+        f"{span('rows')}, {seeds} {'seed' if seeds == 1 else 'seeds'}{band}"
     )
 
 

@@ -31,14 +31,7 @@ def round_e4m3(values: Array) -> Array:
     """The nearest e4m3 values, as float32; NaN stays NaN, what lies beyond ±448 becomes ±448."""
     shape = np.shape(values)
     values = np.clip(np.atleast_1d(np.asarray(values, np.float32)), -E4M3_MAX, E4M3_MAX)
-    bits = values.view(np.uint32)
-    # Half a unit, less one bit where the last kept bit is 0: ties go to even.
-    carried = bits >> np.uint32(_DROPPED)
-    carried &= np.uint32(1)
-    carried += bits
-    carried += np.uint32((1 << (_DROPPED - 1)) - 1)
-    carried &= np.uint32(0xFFFFFFFF << _DROPPED & 0xFFFFFFFF)
-    rounded: Array = carried.view(np.float32)
+    rounded = _round_fraction(values)
     np.copyto(rounded, _round_subnormal(values), where=np.abs(values) < _SMALLEST_NORMAL)
     np.copyto(rounded, np.nan, where=np.isnan(values))
     return rounded.reshape(shape)
@@ -46,13 +39,7 @@ def round_e4m3(values: Array) -> Array:
 
 def round_weights(weights: Array) -> Array:
     """`round_e4m3` of contiguous values of 0 and more, and NaN, in fewer passes over memory."""
-    bits = weights.view(np.uint32)
-    carried = bits >> np.uint32(_DROPPED)
-    carried &= np.uint32(1)
-    carried += bits
-    carried += np.uint32((1 << (_DROPPED - 1)) - 1)
-    carried &= np.uint32(0xFFFFFFFF << _DROPPED & 0xFFFFFFFF)
-    rounded: Array = carried.view(np.float32)
+    rounded = _round_fraction(weights)
     small = weights + _SUBNORMAL_ROUNDER
     small -= _SUBNORMAL_ROUNDER
     np.copyto(rounded, small, where=weights < _SMALLEST_NORMAL)
@@ -105,6 +92,19 @@ def encode(values: Array, dtype: str) -> Array:
 def decode(codes: Array, dtype: str) -> Array:
     """float32 values of uint8 codes in a format."""
     return decode_e4m3(codes) if dtype == "e4m3" else decode_int8(codes)
+
+
+def _round_fraction(values: Array) -> Array:
+    """Contiguous values with the fraction bits that e4m3 keeps, ties to even."""
+    bits = values.view(np.uint32)
+    # Half a unit, less one bit where the last kept bit is 0.
+    carried = bits >> np.uint32(_DROPPED)
+    carried &= np.uint32(1)
+    carried += bits
+    carried += np.uint32((1 << (_DROPPED - 1)) - 1)
+    carried &= np.uint32(0xFFFFFFFF << _DROPPED & 0xFFFFFFFF)
+    rounded: Array = carried.view(np.float32)
+    return rounded
 
 
 def _round_subnormal(values: Array) -> Array:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,11 +145,7 @@ class RandomSource:
     """Inputs drawn from a distribution; the same for a shape and a seed."""
 
     distribution: Distribution
-
-    @property
-    def name(self) -> str:
-        """The name of the distribution."""
-        return self.distribution.name
+    name: str
 
     def problem(self, shape: Shape, seed: int) -> Problem:
         """Draw q, k, v, and positions of the rows where it matters."""
@@ -222,14 +218,15 @@ def layers_of(file: Path) -> list[LayerSource]:
     OSError
         For a file that can't be read.
     """
-    try:
-        opened = np.load(file)
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{file}: no npz file ({error})") from None
-    if isinstance(opened, np.ndarray):
-        raise ValueError(f"{file}: got a single array; expected an npz file with q, k, v")
-    with opened as found:
-        names = list(found.files)
+    with file.open("rb") as stream:  # np.load would leave a broken file open
+        try:
+            found = np.load(stream)
+        except (ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{file}: no npz file ({error})") from None
+        if isinstance(found, np.ndarray):
+            raise ValueError(f"{file}: got a single array; expected an npz file with q, k, v")
+        with found:
+            names = list(found.files)
     layers: dict[str, dict[str, str]] = {}
     for name in names:
         match = _ARRAY.fullmatch(name)
@@ -258,16 +255,6 @@ def layers_of(file: Path) -> list[LayerSource]:
     ]
 
 
-def save_layers(file: Path, layers: Sequence[tuple[Array, Array, Array]]) -> None:
-    """Save q, k, v of layers as float16 in an npz file that `layers_of` reads, numbered from 0."""
-    arrays: Mapping[str, Any] = {
-        f"{name}_{index}": np.asarray(array, np.float16)
-        for index, layer in enumerate(layers)
-        for name, array in zip("qkv", layer, strict=True)
-    }
-    np.savez_compressed(file, **arrays)
-
-
 def _positions(rng: np.random.Generator, count: int, length: int) -> Array:
     """One random position in each of `count` stretches of a sequence, all where there are as many.
 
@@ -286,5 +273,5 @@ def _three_axes(file: Path, name: str, array: Array) -> Array:
             f"{file}: {name}: got {array.dtype} of shape {array.shape}; expected floating-point "
             "numbers of shape (heads, seq, dim), (batch, heads, seq, dim) or (seq, dim)"
         )
-    view: Array = array.reshape((-1, *array.shape[-2:]))
+    view: Array = array.reshape((math.prod(array.shape[:-2]), *array.shape[-2:]))
     return view

@@ -94,52 +94,70 @@ def quantize_fp8(
 
 def quantize_operands(operands: Operands, recipe: Fp8Recipe) -> Fp8Tensors:
     """`quantize_fp8` of arrays that were checked."""
-    layout, q_lens, kv_lens = operands.layout, operands.q_lens, operands.kv_lens
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        queries = _used(bhsd_view(operands.q, layout), q_lens)
-        keys = _used(bhsd_view(operands.k, layout), kv_lens)
-        values = _used(bhsd_view(operands.v, layout), kv_lens)
-        batch, q_heads, q_len, head_dim = queries.rows.shape
-        kv_heads = keys.rows.shape[1]
-        queries = queries.per_kv_head(kv_heads)
-
-        k_mean = keys.mean() if recipe.center_k else None
-        centred = keys if k_mean is None else keys.minus(k_mean)
-        balance = _balance(queries, centred) if recipe.balance else None
-        rotation = rotation_of(recipe, head_dim, kv_heads)
-        q_rows = queries.rows if balance is None else queries.rows * balance
-        k_rows = centred.rows if balance is None else centred.rows / balance
-        q_rows = queries.masked(rotation.apply(q_rows)).reshape(batch, q_heads, q_len, rotation.dim)
-        k_rows = centred.masked(rotation.apply(k_rows))
-        q_codes, q_scale = _round(q_rows, recipe.q_block, recipe.qk_dtype)
-        k_codes, k_scale = _round(k_rows, recipe.k_block, recipe.qk_dtype)
-        mean_scores = None
-        if k_mean is not None:
-            mean_scores = (queries.rows @ k_mean.swapaxes(-1, -2)).reshape(batch, q_heads, q_len)
-
-        v_mean = values.mean() if recipe.center_v else None
-        shifted = values if v_mean is None else values.minus(v_mean)
-        first = values.rows[:, :, :TILE_KEYS] if recipe.first_tile_16bit else None
-        v_codes, v_scale = _round(shifted.rows, recipe.v_block, "e4m3", first)
-        first_values = None if first is None else (first / _nonzero(v_scale)).astype(np.float16)
-        residual = None
-        if recipe.residual_mean:
-            rounded = decode(v_codes, "e4m3") * spread(v_scale, recipe.v_block, v_codes.shape[2])
-            residual = shifted.with_rows(shifted.rows - rounded).mean()
-
-    def tensor(role: str, like: Array, codes: Array, scale: Array, **parts: Any) -> Fp8Tensor:
-        data = _in_layout(codes, layout, like.ndim)
-        return Fp8Tensor(role, data, scale, recipe, like.shape[-1], kv_heads, layout, **parts)
-
-    return Fp8Tensors(
-        tensor("q", operands.q, q_codes, q_scale, balance=balance),
-        tensor("k", operands.k, k_codes, k_scale, balance=balance, mean=k_mean),
-        tensor("v", operands.v, v_codes, v_scale, mean=v_mean, residual=residual),
-        first_values,
-        mean_scores,
-        _copy_of(q_lens),
-        _copy_of(kv_lens),
+        q, k, mean_scores = _quantize_scores(operands, recipe)
+        v, first_values = _quantize_values(operands, recipe)
+    lens = (
+        None if lens is None else lens.astype(np.int64)
+        for lens in (operands.q_lens, operands.kv_lens)
     )
+    return Fp8Tensors(q, k, v, first_values, mean_scores, *lens)
+
+
+def _quantize_scores(
+    operands: Operands, recipe: Fp8Recipe
+) -> tuple[Fp8Tensor, Fp8Tensor, Array | None]:
+    """q and k, and what each row's scores lack without k's mean."""
+    layout = operands.layout
+    queries = _used(bhsd_view(operands.q, layout), operands.q_lens)
+    keys = _used(bhsd_view(operands.k, layout), operands.kv_lens)
+    q_shape, head_dim = queries.rows.shape[:3], queries.rows.shape[3]
+    kv_heads = keys.rows.shape[1]
+    queries = queries.per_kv_head(kv_heads)
+
+    mean, mean_scores = None, None
+    if recipe.center_k:
+        mean = keys.mean()
+        keys = keys.minus(mean)
+        mean_scores = (queries.rows @ mean.swapaxes(-1, -2)).reshape(q_shape)
+    balance = None
+    if recipe.balance:
+        balance = _balance(queries, keys)
+        queries = queries.with_rows(queries.rows * balance)
+        keys = keys.with_rows(keys.rows / balance)
+    rotation = rotation_of(recipe, head_dim, kv_heads)
+    q_rows = queries.masked(rotation.apply(queries.rows)).reshape(*q_shape, rotation.dim)
+    k_rows = keys.masked(rotation.apply(keys.rows))
+    q_codes, q_scale = _round(q_rows, recipe.q_block, recipe.qk_dtype)
+    k_codes, k_scale = _round(k_rows, recipe.k_block, recipe.qk_dtype)
+
+    def tensor(role: str, codes: Array, scale: Array, mean: Array | None = None) -> Fp8Tensor:
+        data = _in_layout(codes, layout, operands.q.ndim)
+        return Fp8Tensor(role, data, scale, recipe, head_dim, kv_heads, layout, balance, mean)
+
+    return tensor("q", q_codes, q_scale), tensor("k", k_codes, k_scale, mean), mean_scores
+
+
+def _quantize_values(operands: Operands, recipe: Fp8Recipe) -> tuple[Fp8Tensor, Array | None]:
+    """v, and its first tile in 16 bit where the recipe asks for it."""
+    values = _used(bhsd_view(operands.v, operands.layout), operands.kv_lens)
+    first = values.rows[:, :, :TILE_KEYS] if recipe.first_tile_16bit else None
+    mean = values.mean() if recipe.center_v else None
+    if mean is not None:
+        values = values.minus(mean)
+    codes, scale = _round(values.rows, recipe.v_block, "e4m3", first)
+    if first is not None:
+        first = (first / np.where(scale == 0, 1, scale)).astype(np.float16)
+    residual = None
+    if recipe.residual_mean:
+        rounded = decode(codes, "e4m3") * spread(scale, recipe.v_block, codes.shape[2])
+        residual = values.with_rows(values.rows - rounded).mean()
+    _, kv_heads, _, head_dim = codes.shape
+    data = _in_layout(codes, operands.layout, operands.v.ndim)
+    v = Fp8Tensor(
+        "v", data, scale, recipe, head_dim, kv_heads, operands.layout, None, mean, residual
+    )
+    return v, first
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,14 +232,6 @@ def _round(
         sizes = np.maximum(sizes, largest_sizes(first, block) * np.float32(limit))
     scales = scales_of(sizes, largest(dtype))
     return encode(divided(rows, scales, block), dtype), scales
-
-
-def _copy_of(lens: Array | None) -> Array | None:
-    return None if lens is None else lens.astype(np.int64)
-
-
-def _nonzero(scales: Array) -> Array:
-    return np.where(scales == 0, 1, scales)
 
 
 def _in_layout(codes: Array, layout: str, rank: int) -> Array:

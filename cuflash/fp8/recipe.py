@@ -54,7 +54,7 @@ class Fp8Recipe:
     q_block, k_block, v_block
         What shares one scale: ``"tensor"``, ``"head"``, that many tokens (32, 64, 128, 256), or
         each ``"token"``. For k also ``"columns"``, the 32 keys of each 128 that one thread of a
-        wgmma accumulator holds (SageAttention2, section 3.2, "per-thread"); for v also
+        wgmma accumulator holds (the per-thread scales of SageAttention2); for v also
         ``"channel"``.
     balance : bool
         Multiply q and divide k by a factor per channel that evens out their sizes (the exact
@@ -201,7 +201,7 @@ def _orthogonal_copy(matrix: Array) -> Array:
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
         raise ValueError(f"rotation: got shape {matrix.shape}; expected a square matrix")
     try:
-        double = matrix.astype(np.float64, casting="same_kind")
+        double = np.asarray(matrix).astype(np.float64, casting="same_kind")
     except TypeError as error:
         raise TypeError(f"rotation: got dtype {matrix.dtype}; expected real numbers") from error
     if not np.isfinite(double).all():

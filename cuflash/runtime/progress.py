@@ -48,7 +48,7 @@ def shown(message: str, after: float) -> Iterator[None]:
 @contextmanager
 def bar(total: int) -> Iterator[Callable[[str], None]]:
     """Show on standard error how far the block is; it calls what it is given after each of `total`
-    steps, with a few words on the next one.
+    steps, with a few words on that step.
 
     Nothing where standard error is not a terminal.
     """
