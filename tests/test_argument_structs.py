@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 
 from cuflash.families import sm80, sm90, standard
+from cuflash.fp8 import gpu_quantizer
 from cuflash.runtime import source
 
-SIZES = {"i64": 8, "int": 4, "float": 4, "TensorMap": 128}
-ALIGNMENTS = {"TensorMap": 64}  # where it is not the size
+SIZES = {"i64": 8, "int": 4, "float": 4, "TensorMap": 128, "Input": 32}
+ALIGNMENTS = {"TensorMap": 64, "Input": 8}  # where it is not the size
 STRUCTS = [
     pytest.param("standard/softmax.cu", "Chunk", standard._CHUNK, id="standard"),
     pytest.param("sm80/forward.cu", "Arguments", sm80._ARGUMENTS, id="sm80"),
     pytest.param("sm90/config.cuh", "Arguments", sm90.ARGUMENTS, id="sm90"),
+    pytest.param("fp8/quantize.cu", "Arguments", gpu_quantizer.ARGUMENTS, id="quantize"),
 ]
 
 

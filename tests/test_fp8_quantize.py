@@ -10,12 +10,8 @@ import numpy as np
 import pytest
 from comparison import Array, store
 
-from cuflash import ArrayInfo
 from cuflash.fp8 import Fp8Recipe, Fp8Tensors, quantize_fp8
 from cuflash.fp8.formats import decode
-from cuflash.fp8.inputs import checked_spec
-from cuflash.operands import adopt_all
-from cuflash.spec import Options
 
 PLAIN = Fp8Recipe(rotation=None, balance=False, center_k=False, center_v=False, residual_mean=False)
 ALL = Fp8Recipe()
@@ -503,10 +499,3 @@ def test_wrong_arguments_are_named(
         arguments |= {name: arguments[name].astype(np.float64) for name in "kv"}
     with pytest.raises(error, match=match):
         quantize_fp8(**arguments)
-
-
-def test_gpu_arrays_wait_for_the_kernel() -> None:
-    array = ArrayInfo((2, 4, 70, 64), "float16", "cuda:0")
-    operands = adopt_all(array, array, array, None, None, None, None, None, "bhsd", stand_ins=True)
-    with pytest.raises(NotImplementedError, match=r"array on cuda:0; .* the GPU kernel is to come"):
-        checked_spec(operands, Options())

@@ -311,7 +311,7 @@ def test_thousands_of_pieces_of_work_come_to_an_end(
 
 @pytest.mark.parametrize("dim", [64, 192, 256])
 def test_lines_that_no_row_comes_to_stay_clear(dim: int, family: str, cupy: ModuleType) -> None:
-    """Three heads of 21 rows leave a line of 64, in which NaN of one entry would stay for others."""
+    """3 heads of 21 rows leave a line of 64, where NaN of one entry would stay for others."""
     call = host_call(
         Problem(batch=64, heads=6, kv_heads=2, q_len=90, kv_len=300, dim=dim, dim_v=dim,
                 options="causal")

@@ -30,11 +30,13 @@ LAYERS = (
     ("plan", "fp8.rotation", "fp8.scales", "fp8.inputs"),
     ("reference", "fp8.tensors"),
     ("families", "families.fused", "families.sm90_tiles"),  # the first loads others by name
-    ("fp8.quantize", "fp8.emulate"),
+    ("fp8.quantize", "fp8.emulate", "fp8.gpu_quantizer"),
+    ("families.reference", "families.sm80", "families.sm90", "families.standard"),
+    ("families.sm90_fp8",),
+    ("fp8.gpu",),
     ("fp8.attention",),
     ("fp8", "fp8.baselines", "fp8.distributions"),
     ("fp8.sweeps",),
-    ("families.reference", "families.sm80", "families.sm90", "families.standard"),
     ("dispatch",),
     ("calls", "environment", "precompile"),
     ("api",),
@@ -46,7 +48,7 @@ LAYERS = (
     ("__main__",),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
-MAY_IMPORT_CUPY = ("arrays", "environment", "check", "families.", "runtime.")
+MAY_IMPORT_CUPY = ("arrays", "environment", "check", "families.", "runtime.", "fp8.gpu")
 THIRD_PARTY = {"numpy", "ml_dtypes", "cupy", "cupy_backends", "filelock", "matplotlib"}
 
 

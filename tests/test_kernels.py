@@ -131,7 +131,7 @@ def test_kernels_for_one_architecture_alone_are_compiled_for_it() -> None:
         "bounded",
         "scores",
         "lengths",
-        "element",
+        "out_element",
     ):
         dealt, all_of_them = (
             {dict(module.specialisation.config)[key] for module in some}

@@ -35,7 +35,7 @@ struct Arguments {
     float* partial;      // (entries * kv_heads, chunks, STATISTICS, D)
     float* k_mean;       // (entries, kv_heads, D); 0 where it stays
     float* balance;      // (entries, kv_heads, D); 1 where there is none
-    float* v_mean;       // (entries, kv_heads, D); 0 where it stays
+    float* v_means;       // (entries, kv_heads, D); 0 where it stays
     float* v_scales;     // (entries, kv_heads, D)
     const float* signs;  // (1 or kv_heads, D); or null
     unsigned char* q_codes;  // (entries, q_heads, q_len, D)
@@ -52,6 +52,7 @@ struct Arguments {
     float root;   // 1 / sqrt(mixed)
     float scale;  // of attention, for lse_shifts
 };
+static_assert(sizeof(Arguments) == 280, "the fields and sizes in fp8/gpu_quantizer.py");
 
 __device__ __forceinline__ int used(const i64* lens, int entry, int capacity) {
     if (lens == nullptr) return capacity;
@@ -209,7 +210,7 @@ __device__ __forceinline__ void summarise(const Arguments& a) {
     if (used(a.kv_lens, entry, a.kv_len) == 0) size = 0;
     if (!is_finite(size_of(sum[V_SUM]))) size = 0x7fc00000;  // of NaN, which least and most leave out
     float inverse;
-    a.v_mean[at] = v_mean, a.v_scales[at] = scale_for(size, LARGEST_V, inverse);
+    a.v_means[at] = v_mean, a.v_scales[at] = scale_for(size, LARGEST_V, inverse);
 }
 
 // A tile of rows of Q or of K.
@@ -341,7 +342,7 @@ __device__ __forceinline__ void quantize_values(const Arguments& a) {
     __syncthreads();
     const int channel = threadIdx.x % D, part = threadIdx.x / D;
     const i64 at = i64(head_of_all) * D + channel;
-    const float mean = a.v_mean[at], scale = a.v_scales[at];
+    const float mean = a.v_means[at], scale = a.v_scales[at];
     const float inverse = scale > 0.f ? __frcp_rn(scale) : 0.f;  // NaN is not
     float lost = 0.f;
     unsigned char* to = a.v_codes + at * (i64(a.key_blocks) * KEYS) + first + part * OWN;
@@ -381,7 +382,7 @@ __device__ __forceinline__ void add_residual(const Arguments& a) {
     float sum = 0.f;
     for (int block = 0; block < a.key_blocks; ++block)
         sum += a.residual[(i64(blockIdx.x) * a.key_blocks + block) * D + threadIdx.x];
-    a.v_mean[i64(blockIdx.x) * D + threadIdx.x] += sum / keys;
+    a.v_means[i64(blockIdx.x) * D + threadIdx.x] += sum / keys;
 }
 
 }  // namespace cuflash

@@ -38,7 +38,9 @@ def reasons_against(spec: AttentionSpec, recipe: Fp8Recipe, device: Device) -> l
     reasons = []
     if device.compute_capability != (9, 0):
         shown = (
-            "a CPU" if device.compute_capability is None else "%d.%d" % device.compute_capability
+            "a CPU"
+            if device.compute_capability is None
+            else "{}.{}".format(*device.compute_capability)
         )
         reasons.append(f"needs compute capability 9.0, not {shown}")
     reasons += fused.reasons_against(spec)

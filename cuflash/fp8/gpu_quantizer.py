@@ -65,6 +65,7 @@ class Shapes:
 
     @classmethod
     def of(cls, spec: AttentionSpec, dim: int) -> Shapes:
+        """Of a problem in a bucket of the head dim."""
         key_blocks = -(-spec.kv_len // 384) * 6
         chunks = -(-max(spec.q_len, spec.kv_len) // _CHUNK)
         heads = spec.batch, spec.q_heads, spec.kv_heads

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import CPU
 from ..operands import Operands, adopt_all, bhsd_view
 from ..spec import Options
 from .formats import decode, encode, largest
@@ -88,7 +89,12 @@ def quantize_fp8(
     """
     chosen = recipe_of(recipe)
     operands = adopt_all(q, k, v, None, None, None, q_lens, kv_lens, layout)
-    checked_spec(operands, Options(layout=layout))
+    spec = checked_spec(operands, Options(layout=layout))
+    if spec.device != CPU:
+        raise NotImplementedError(
+            f"q: got an array on {spec.device}; quantize_fp8 takes NumPy arrays in this version, "
+            "attention_fp8 quantises on the GPU itself"
+        )
     return quantize_operands(operands, chosen)
 
 
