@@ -54,6 +54,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, metavar="N")
     parser.add_argument("--model", type=Path, metavar="FILE")
     options = parser.parse_args()
+    if options.tokens < 1:
+        parser.error(f"--tokens: got {options.tokens}; expected 1 or more")
+    if options.file.suffix != ".npz":
+        parser.error(f"file: got {options.file}; expected a name that ends in .npz")
     text = options.text.read_text(encoding="utf-8")
     count = dump(options.file, text, options.tokens, options.model)
     print(f"{options.file}: {count} tokens of {options.text}")

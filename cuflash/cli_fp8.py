@@ -141,7 +141,8 @@ def report(measured: Sequence[records.Record], metric: str = _PERCENT_METRIC) ->
     parts = []
     for sweep in dict.fromkeys(record.sweep for record in measured):
         mine = [record for record in measured if record.sweep == sweep]
-        if sweep == "ablation" and {record.inputs for record in mine} == {"paper"}:
+        published = sweep == "ablation" and {record.inputs for record in mine} == {"paper"}
+        if published and metric == _PERCENT_METRIC:
             parts.append(_ablation_table(mine))
         else:
             parts.append(_sweep_table(mine, metric))
@@ -166,8 +167,11 @@ def _check_outputs(options: argparse.Namespace) -> None:
         path = getattr(options, name)
         if path and not path.absolute().parent.is_dir():
             raise ValueError(f"--{name}: got {path}; there is no folder {path.absolute().parent}")
+        if path and path.is_dir():
+            raise ValueError(f"--{name}: got {path}, which is a folder; expected a file")
     if options.figures:
-        if options.figures.exists() and not options.figures.is_dir():
+        above = (options.figures, *options.figures.absolute().parents)
+        if not next(path for path in above if path.exists()).is_dir():
             raise ValueError(f"--figures: got {options.figures}, which is no folder")
         if reason := figures.missing_reason():
             raise RuntimeError(f"--figures: {reason}")
@@ -176,8 +180,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
 def _tasks(options: argparse.Namespace) -> list[experiment.Task]:
     chosen: list[sweeps.Sweep | None] = [sweeps.SWEEPS[n] for n in options.sweep if n != "all"]
     everything = "all" in options.sweep
-    if everything:
-        chosen = list(sweeps.SWEEPS.values())
+    if everything:  # limits are those of full attention
+        chosen = [s for s in sweeps.SWEEPS.values() if s.name != "limits" or not options.causal]
     recipes = options.recipe if options.sweep else options.recipe or _RECIPES
     seeds = range(options.seed, options.seed + options.seeds)
     sizes = {"heads": options.heads, "seq": options.seq, "dim": options.dim}
@@ -371,7 +375,7 @@ def _sweep_list() -> str:
 
 
 def _texts(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+    return tuple(dict.fromkeys(text.split(",")))
 
 
 def _recipes(text: str) -> tuple[str, ...]:

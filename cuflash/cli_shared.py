@@ -30,10 +30,10 @@ def list_examples(*lines: str) -> str:
 
 
 def words(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """The type of an option that takes some of these words, with commas between them."""
+    """The type of an option that takes some of these words, with commas between them, each once."""
 
     def parse(text: str) -> tuple[str, ...]:
-        found = tuple(text.split(","))
+        found = tuple(dict.fromkeys(text.split(",")))
         for word in found:
             if word not in allowed:
                 raise argparse.ArgumentTypeError(f"got {word!r}; expected of {', '.join(allowed)}")

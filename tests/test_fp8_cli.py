@@ -183,6 +183,26 @@ def test_figures(form: str, tmp_path: Path, capsys: Capture) -> None:
     assert capsys.readouterr().out.endswith("".join(f"drawn: {path}\n" for path in paths))
 
 
+def test_what_is_named_twice_is_measured_once(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "errors.json"
+    once = (*SMALL[:-1], "1")
+    assert run(*once, "--recipe", "f8,f8", "--distribution", "normal,normal", "--json", file) == 0
+    assert len(read_json(file)) == 1
+    assert "seeds" not in capsys.readouterr().out
+
+
+def test_the_ablation_in_another_metric(capsys: Capture) -> None:
+    assert run("--sweep", "ablation", "--metric", "cosine", *SMALL) == 0
+    assert "1 - cosine similarity" in capsys.readouterr().out
+
+
+def test_limits_of_full_attention_are_not_those_of_causal() -> None:
+    for more, expected in (((), True), (("--causal",), False)):
+        tasks = cli_fp8._tasks(parser().parse_args(["fp8-error", "--sweep", "all", *more]))
+        names = {task.sweep for task in tasks}
+        assert ("limits" in names) == expected
+
+
 def test_the_examples_of_the_help_parse(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args(["fp8-error", "--help"])
@@ -248,6 +268,8 @@ def test_arguments_that_do_not_parse(
         (("--csv", "no/such/folder/a.csv"), "--csv: got no/such/folder/a.csv; there is no folder"),
         (("--json", "no/such/folder/a.json"), "--json: got no/such/folder/a.json"),
         (("--figures", FIXTURE), "--figures: got .*, which is no folder"),
+        (("--figures", FIXTURE / "below"), "--figures: got .*, which is no folder"),
+        (("--json", FIXTURE.parent), "--json: got .*, which is a folder; expected a file"),
         (("--distribution", "chanK", "--dim", "2"), "dim: got 2; four outlier channels"),
     ],
 )

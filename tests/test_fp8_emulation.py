@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from comparison import Array, store
+from dlpack_exporter import Exporter
 
 from cuflash import oracle
 from cuflash.fp8 import (
@@ -703,8 +704,14 @@ def test_wrong_arguments_are_named(
 
 def test_outputs_that_can_not_be_written() -> None:
     q, k, v = normal()
-    with pytest.raises(ValueError, match="out: shares memory with q"):
-        attention_fp8(q, k, v, out=q)
+    for name, shared in (("q", q), ("k", k), ("v", v)):
+        with pytest.raises(ValueError, match=f"out: shares memory with {name}"):
+            attention_fp8(q, k, v, out=shared[:, :, : q.shape[2]])
+    memory = np.zeros(max(q.nbytes, q.shape[2] * k.shape[2] + 1) // 2 * 2, bool)
+    mask = memory[: q.shape[2] * k.shape[2]].reshape(q.shape[2], k.shape[2])
+    out = memory[: q.nbytes].view(np.float16).reshape(q.shape)
+    with pytest.raises(ValueError, match="out: shares memory with mask"):
+        attention_fp8(q, k, v, mask=mask, out=out)
     out = np.empty_like(q)
     out.flags.writeable = False
     with pytest.raises(ValueError, match="out: got a read-only array"):
@@ -712,6 +719,26 @@ def test_outputs_that_can_not_be_written() -> None:
     double = q.astype(np.float64)
     with pytest.raises(TypeError, match="q: got dtype float64; expected float16, bfloat16"):
         attention_fp8(double, k.astype(np.float64), v.astype(np.float64))
+
+
+def test_the_output_that_was_given_is_returned() -> None:
+    q, k, v = normal()
+    tensors = quantize_fp8(q, k, v)
+    for attend in (lambda out: attention_fp8(q, k, v, out=out),
+                   lambda out: attention_quantized(tensors, out=out)):  # fmt: skip
+        memory = np.zeros_like(q)
+        given = Exporter(memory)
+        assert attend(given) is given
+        assert np.array_equal(memory, attention_fp8(q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_quantised_attention_has_the_dtype_that_was_quantised(dtype: Any) -> None:
+    q, k, v = (array.astype(dtype) for array in normal())
+    result = attention_quantized(quantize_fp8(q, k, v))
+    assert result.dtype == dtype
+    assert np.array_equal(result, attention_fp8(q, k, v))
+    assert attention_quantized(quantize_fp8(q, k, v), dtype="float32").dtype == np.float32
 
 
 def test_wrong_arguments_of_quantised_attention() -> None:

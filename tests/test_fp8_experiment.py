@@ -118,6 +118,13 @@ def test_a_baseline_is_off_by_its_roundings(name: str) -> None:
     np.testing.assert_array_equal(got[:, 0], v[:, 0])
 
 
+def test_standard_rounds_weights() -> None:
+    """Three keys alike weigh float16(1/3), which times 1024 is a float16."""
+    q, k = np.zeros((1, 1, 4), np.float16), np.zeros((1, 3, 4), np.float16)
+    v = np.array([1024, 0, 0], np.float16).reshape(1, 3, 1)
+    assert attention_fp16("fp16-standard", q, k, v).item() == float(np.float16(1 / 3)) * 1024
+
+
 def test_standard_rounds_scores_and_tiled_does_not() -> None:
     # Scores 2048 and 2049: float16 has steps of 2 there, and takes them for the same.
     q = np.array([[[64, 1, 0, 0]]], np.float16)  # of scale 1/2

@@ -47,8 +47,8 @@ def attention_fp8(
         float16, bfloat16 or float32, shaped as in `cuflash.attention`.
     recipe : str or Fp8Recipe
         How to quantise and to sum: a preset's name or every choice by itself.
-        ``"f8"`` has all of them in e4m3, ``"i8"`` q and k in int8, which is 1.5 times as precise;
-        with a ``"+"`` the first 128 values stay in 16 bit.
+        ``"f8"`` has all of them in e4m3, ``"i8"`` q and k in int8, which is 1.5 times as precise
+        or more; with a ``"+"`` the first 128 values stay in 16 bit.
     scale, causal, causal_align, window, softcap, mask, q_lens, kv_lens, layout, return_lse,
     out
         As in `cuflash.attention`. With `softcap` k keeps its mean, whatever the recipe says.
@@ -104,8 +104,9 @@ def attention_fp8(
         from . import gpu
 
         found, lse = gpu.attend(spec, chosen, operands)
+        found = found if out is None else out
         return (found, lse) if return_lse else found
-    return _attend(spec, quantize_operands(operands, chosen), operands)
+    return _attend(spec, quantize_operands(operands, chosen), operands, out)
 
 
 def attention_quantized(
@@ -118,7 +119,7 @@ def attention_quantized(
     softcap: float | None = None,
     mask: Any = None,
     return_lse: bool = False,
-    dtype: str = "float16",
+    dtype: str | None = None,
     out: Any = None,
 ) -> Any:
     """`attention_fp8` of what `quantize_fp8` returned: quantised once, attended to many times.
@@ -129,8 +130,8 @@ def attention_quantized(
         With its recipe, layout and used lengths.
     scale, causal, causal_align, window, softcap, mask, return_lse, out
         As in `attention_fp8`.
-    dtype : {"float16", "bfloat16", "float32"}
-        Of the result.
+    dtype : {"float16", "bfloat16", "float32"}, optional
+        Of the result; that of the arrays that were quantised where left out.
 
     Returns
     -------
@@ -145,7 +146,7 @@ def attention_quantized(
     """
     if not isinstance(tensors, Fp8Tensors):
         raise TypeError(f"tensors: got {type(tensors).__name__}; expected Fp8Tensors")
-    dtype = one_of("dtype", dtype, DTYPES)
+    dtype = one_of("dtype", tensors.dtype if dtype is None else dtype, DTYPES)
     q, k, v = (
         ArrayInfo((*tensor.data.shape[:-1], tensor.head_dim), dtype, CPU)
         for tensor in (tensors.q, tensors.k, tensors.v)
@@ -170,10 +171,10 @@ def attention_quantized(
             f"softcap: got {softcap!r} with k quantised by a recipe that subtracts its mean; "
             "expected center_k=False, since softcap needs the scores themselves"
         )
-    return _attend(spec, tensors, operands)
+    return _attend(spec, tensors, operands, out)
 
 
-def _attend(spec: AttentionSpec, tensors: Fp8Tensors, operands: Operands) -> Any:
+def _attend(spec: AttentionSpec, tensors: Fp8Tensors, operands: Operands, given: Any) -> Any:
     shape = operands.q.shape
     out = operands.out
     if out is None:
@@ -183,7 +184,8 @@ def _attend(spec: AttentionSpec, tensors: Fp8Tensors, operands: Operands) -> Any
     if operands.mask is not None:
         mask = np.broadcast_to(operands.mask, (spec.batch, spec.q_heads, spec.q_len, spec.kv_len))
     attend(spec, tensors, bhsd_view(out, operands.layout), lse, mask)
-    return out if lse is None else (out, lse[(0,) * (4 - len(shape))])
+    result = out if given is None else given
+    return result if lse is None else (result, lse[(0,) * (4 - len(shape))])
 
 
 def _numpy_dtype(name: str) -> Any:

@@ -214,7 +214,7 @@ def layers_of(file: Path) -> list[LayerSource]:
     Raises
     ------
     ValueError
-        For a file that is no npz file, that holds no layer, or part of a layer only.
+        For a file that is no npz file, that holds no layer, part of a layer only, or one twice.
     OSError
         For a file that can't be read.
     """
@@ -232,7 +232,10 @@ def layers_of(file: Path) -> list[LayerSource]:
         match = _ARRAY.fullmatch(name)
         if match and not (match["before"] and match["after"]):
             layer = (match["before"] or "").removeprefix("layer") or match["after"] or ""
-            layers.setdefault(layer, {})[match["which"]] = name
+            arrays = layers.setdefault(layer, {})
+            if other := arrays.get(match["which"]):
+                raise ValueError(f"{file}: got {other} and {name}; expected one of them")
+            arrays[match["which"]] = name
     if not layers:
         raise ValueError(
             f"{file}: got {', '.join(names) or 'nothing'}; expected arrays q, k, v, or q_0, k_0, "

@@ -70,9 +70,12 @@ def quantize_fp8(
 
     Notes
     -----
-    A row of q that holds NaN or Inf makes that row of the result NaN. In k they make every row of
-    the head NaN where the recipe subtracts its mean or, else, each row that sees a key with the
-    same scale; in v likewise, for the channels that share the scale.
+    NaN or Inf in q make NaN of each row of the result that shares their scale. In k they make NaN
+    of every row of the head where the recipe subtracts its mean, else of each row that sees a key
+    with the same scale. In v, for the channels that share the scale, of every row of the head
+    where the recipe subtracts its mean or adds its mean error, or its scales are not along tokens,
+    else of each row that sees a key of their tiles of 128. Values should be 0 or between 1e-30 and
+    1e37 in size: groups of smaller ones become 0.
 
     Examples
     --------
@@ -103,11 +106,12 @@ def quantize_operands(operands: Operands, recipe: Fp8Recipe) -> Fp8Tensors:
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         q, k, mean_scores = _quantize_scores(operands, recipe)
         v, first_values = _quantize_values(operands, recipe)
-    lens = (
+    q_lens, kv_lens = (
         None if lens is None else lens.astype(np.int64)
         for lens in (operands.q_lens, operands.kv_lens)
     )
-    return Fp8Tensors(q, k, v, first_values, mean_scores, *lens)
+    dtype = operands.q.dtype.name
+    return Fp8Tensors(q, k, v, first_values, mean_scores, q_lens, kv_lens, dtype)
 
 
 def _quantize_scores(

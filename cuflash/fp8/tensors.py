@@ -170,6 +170,8 @@ class Fp8Tensors:
         ``q @ mean`` with the mean that was subtracted from k, which the log-sum-exp needs.
     q_lens, kv_lens : (batch,) integer array, or None
         Used lengths.
+    dtype : {"float16", "bfloat16", "float32"}
+        Of the arrays that were quantised.
 
     Raises
     ------
@@ -185,6 +187,7 @@ class Fp8Tensors:
     mean_scores: Array | None = None
     q_lens: Array | None = None
     kv_lens: Array | None = None
+    dtype: str = "float16"
 
     def __post_init__(self) -> None:
         q, k, v = self.q, self.k, self.v
@@ -213,6 +216,12 @@ class Fp8Tensors:
         batch, q_heads, q_len, _ = q.codes.shape
         if k.codes.shape[0] != batch:
             raise ValueError(f"k: got batch {k.codes.shape[0]}; expected q's batch, {batch}")
+        if (q.balance is None) != (k.balance is None) or (
+            q.balance is not None
+            and k.balance is not None
+            and not np.array_equal(q.balance, k.balance, equal_nan=True)
+        ):
+            raise ValueError("k: got other channel factors than q's; expected those of one call")
         _check_part("mean_scores", self.mean_scores, q.recipe.center_k, (batch, q_heads, q_len))
         keys = min(v.codes.shape[2], TILE_KEYS)
         _check_part(
