@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from comparison import Array, store
-from dlpack_exporter import Exporter
+from fp8_inputs import normal
 
 from cuflash import oracle
 from cuflash.fp8 import (
@@ -23,7 +23,6 @@ from cuflash.fp8 import (
     attention_quantized,
     quantize_fp8,
 )  # fmt: skip
-from cuflash.fp8.accumulate import add_products
 from cuflash.fp8.formats import decode
 
 RECIPES: dict[str, Fp8Recipe] = {
@@ -39,17 +38,6 @@ RECIPES: dict[str, Fp8Recipe] = {
     "one accumulator": Fp8Recipe(accumulate="single"),
     "one accumulator in blocks": Fp8Recipe(accumulate="single", v_block=64),
 }
-
-
-def normal(
-    q_heads: int = 2, kv_heads: int = 2, q_len: int = 40, kv_len: int = 300, dim: int = 64,
-    dim_v: int | None = None, batch: int = 1, dtype: Any = np.float16, seed: int = 0,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    rng = np.random.default_rng(seed)
-    q = rng.standard_normal((batch, q_heads, q_len, dim))
-    k = rng.standard_normal((batch, kv_heads, kv_len, dim))
-    v = rng.standard_normal((batch, kv_heads, kv_len, dim if dim_v is None else dim_v))
-    return q.astype(dtype), k.astype(dtype), v.astype(dtype)
 
 
 def relative(found: Array, exact: Array) -> float:
@@ -500,48 +488,6 @@ def test_a_window_that_skips_the_first_tile() -> None:
 # Accumulators
 
 
-def test_the_model_of_the_accumulator_drops_what_lies_14_bits_lower() -> None:
-    zero, one = np.zeros((1, 1), np.float32), np.ones((1, 1), np.float32)
-    for exponent in range(1, 20):
-        small = np.full((1, 1), 2.0**-exponent, np.float32)
-        kept = 1 + (2.0**-exponent if exponent <= 13 else 0)
-        assert add_products(one, one, small)[0, 0] == kept
-        assert add_products(small, one, one)[0, 0] == kept
-        weights = np.concatenate([one, small], axis=1)
-        assert add_products(zero, weights, np.ones((2, 1), np.float32))[0, 0] == kept
-
-
-def test_the_model_truncates_towards_zero_in_steps_of_32_keys() -> None:
-    values = np.zeros((33, 1), np.float32)
-    weights = np.ones((1, 33), np.float32)
-    values[:2, 0] = 1, 1.99 * 2.0**-13
-    assert add_products(np.zeros((1, 1), np.float32), weights, values)[0, 0] == 1 + 2.0**-13
-    values = -values
-    assert add_products(np.zeros((1, 1), np.float32), weights, values)[0, 0] == -1 - 2.0**-13
-    # The small ones meet before the large one does.
-    values[:, 0] = 2.0**-14
-    values[32] = 1
-    assert add_products(np.zeros((1, 1), np.float32), weights, values)[0, 0] == 1 + 2.0**-9
-    values[:, 0] = 2.0**-14
-    values[0] = 1
-    assert add_products(np.zeros((1, 1), np.float32), weights, values)[0, 0] == 1
-
-
-def test_the_model_sums_integers_exactly_in_blocks_of_rows() -> None:
-    rng = np.random.default_rng(0)
-    weights = rng.integers(0, 4, (1500, 70)).astype(np.float32)
-    values = rng.integers(-3, 4, (70, 40)).astype(np.float32)
-    sums = rng.integers(-9, 9, (1500, 40)).astype(np.float32)
-    np.testing.assert_array_equal(add_products(sums, weights, values), sums + weights @ values)
-
-
-def test_the_model_passes_nan_and_inf() -> None:
-    sums = np.array([[0, np.nan, 0, np.inf]], np.float32)
-    values = np.array([[1, 1, np.inf, 1]], np.float32)
-    found = add_products(sums, np.ones((1, 1), np.float32), values)
-    np.testing.assert_array_equal(found, [[1, np.nan, np.inf, np.inf]])
-
-
 def test_one_accumulator_loses_means_that_are_not_subtracted() -> None:
     q, k, v = normal(1, 1, q_len=64, kv_len=4096)
     v = (v + 2 * np.random.default_rng(1).standard_normal((1, 1, 1, 64))).astype(np.float16)
@@ -671,81 +617,3 @@ def test_memory_does_not_grow_with_the_product_of_the_lengths() -> None:
 
 
 # Arguments
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "match"),
-    [
-        ({"recipe": "f9"}, ValueError, "recipe: got 'f9'"),
-        ({"recipe": 8}, TypeError, "recipe: got 8"),
-        ({"scale": "1"}, TypeError, "scale: got '1'"),
-        ({"causal": 1}, TypeError, "causal: got 1"),
-        ({"causal_align": "left"}, ValueError, "causal_align: got 'left'"),
-        ({"window": (1,)}, ValueError, r"window: got \(1,\)"),
-        ({"softcap": 0.0}, ValueError, "softcap: got 0.0"),
-        ({"layout": "hsd"}, ValueError, "layout: got 'hsd'"),
-        ({"mask": np.ones(300)}, TypeError, "mask: got dtype float64"),
-        ({"kv_lens": [301]}, ValueError, "kv_lens: got "),
-        ({"q": np.ones((1, 2, 40, 64), np.float32)}, TypeError, "k: got dtype float16"),
-        ({"q": np.ones((1, 3, 40, 64), np.float16)}, ValueError, "k: got 2 kv heads for 3"),
-        ({"q": np.ones((1, 2, 40, 300), np.float16)}, ValueError, "q: got head_dim 300"),
-        ({"out": np.ones((1, 2, 40, 63), np.float16)}, ValueError, "out: got shape"),
-        ({"out": np.ones((1, 2, 40, 64), np.float32)}, TypeError, "out: got dtype"),
-        ({"return_lse": None}, TypeError, "return_lse: got None"),
-    ],
-)
-def test_wrong_arguments_are_named(
-    changes: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    arguments = dict(zip("qkv", normal(), strict=True)) | changes
-    with pytest.raises(error, match=match):
-        attention_fp8(**arguments)
-
-
-def test_outputs_that_can_not_be_written() -> None:
-    q, k, v = normal()
-    for name, shared in (("q", q), ("k", k), ("v", v)):
-        with pytest.raises(ValueError, match=f"out: shares memory with {name}"):
-            attention_fp8(q, k, v, out=shared[:, :, : q.shape[2]])
-    memory = np.zeros(max(q.nbytes, q.shape[2] * k.shape[2] + 1) // 2 * 2, bool)
-    mask = memory[: q.shape[2] * k.shape[2]].reshape(q.shape[2], k.shape[2])
-    out = memory[: q.nbytes].view(np.float16).reshape(q.shape)
-    with pytest.raises(ValueError, match="out: shares memory with mask"):
-        attention_fp8(q, k, v, mask=mask, out=out)
-    out = np.empty_like(q)
-    out.flags.writeable = False
-    with pytest.raises(ValueError, match="out: got a read-only array"):
-        attention_fp8(q, k, v, out=out)
-    double = q.astype(np.float64)
-    with pytest.raises(TypeError, match="q: got dtype float64; expected float16, bfloat16"):
-        attention_fp8(double, k.astype(np.float64), v.astype(np.float64))
-
-
-def test_the_output_that_was_given_is_returned() -> None:
-    q, k, v = normal()
-    tensors = quantize_fp8(q, k, v)
-    for attend in (lambda out: attention_fp8(q, k, v, out=out),
-                   lambda out: attention_quantized(tensors, out=out)):  # fmt: skip
-        memory = np.zeros_like(q)
-        given = Exporter(memory)
-        assert attend(given) is given
-        assert np.array_equal(memory, attention_fp8(q, k, v))
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
-def test_quantised_attention_has_the_dtype_that_was_quantised(dtype: Any) -> None:
-    q, k, v = (array.astype(dtype) for array in normal())
-    result = attention_quantized(quantize_fp8(q, k, v))
-    assert result.dtype == dtype
-    assert np.array_equal(result, attention_fp8(q, k, v))
-    assert attention_quantized(quantize_fp8(q, k, v), dtype="float32").dtype == np.float32
-
-
-def test_wrong_arguments_of_quantised_attention() -> None:
-    tensors = quantize_fp8(*normal())
-    with pytest.raises(TypeError, match="tensors: got tuple; expected Fp8Tensors"):
-        attention_quantized((tensors.q, tensors.k, tensors.v))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="dtype: got 'float64'; expected one of 'float16'"):
-        attention_quantized(tensors, dtype="float64")
-    with pytest.raises(TypeError, match="out: got dtype float32; expected q's dtype, float16"):
-        attention_quantized(tensors, out=np.empty((1, 2, 40, 64), np.float32))

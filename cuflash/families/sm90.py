@@ -122,7 +122,8 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
         kernel, launch.blocks, launch.threads, launch.shared_memory, CHANGING,
         _lasting_arguments(spec, variant).tobytes(),
     )  # fmt: skip
-    layouts = [_layouts(spec, variant)[name] for name in _MAPS]
+    of_name = _layouts(spec, variant)
+    layouts = [of_name[name] for name in _MAPS]
     no_scales = (0,) * 5
     counters = tickets.counters(plan.device.index) if variant.bounded else None
 

@@ -123,7 +123,8 @@ _BOUNDED = {
     ),
     (96, 96): ((_ANY, Tile(96, 3, ping_pong=True, why="1.15; 112 keys 1.14, 80 keys 1.10")),),
     (128, 128): (
-        (4096, Tile(128, 2, ping_pong=True, why="1.14; 3 groups 1.07, with 64 keys 1.08")),
+        (4096, Tile(128, 2, ping_pong=True,
+                    why="1.06 from 2,048 on; 3 groups 1.04, with 64 keys 1.03")),
         (_ANY, Tile(80, 3, ping_pong=True, why="1.12; 64 keys 1.08, 2 groups 1.07")),
     ),
     (192, 128): (
