@@ -9,8 +9,9 @@
 // RESIDENT blocks have half each, and room for S and O alone: one's products go on beside the other's softmax.
 // Scores live in units of log2: weight = 2^(score * factor - top * factor), where top is within STALE of the row's largest.
 
-#include "sm90/consumer.cuh"
 #include "sm90/producer.cuh"
+#include "sm90/walk16.cuh"
+#include "sm90/walk8.cuh"
 
 namespace cuflash {
 

@@ -8,14 +8,21 @@
 namespace cuflash {
 
 typedef CONFIG_SCORE Score;  // int where Q and K are
-typedef Score Scores[Config::BN / 2];
+typedef Score Scores[Config::COLUMNS / 2];
 typedef float Out[Config::DV / 2];
-typedef u32 Weights[Config::BN * Config::ITEM / 8];  // what a product takes as its rows
+typedef u32 Weights[Config::COLUMNS * Config::ITEM / 8];  // what a product takes as its rows
 
-__device__ __forceinline__ void put_minus_infinity(float& score) { score = minus_infinity(); }
-__device__ __forceinline__ void put_minus_infinity(int& score) { score = 0xff800000; }
+// Which of some columns a thread's rows see.
+struct Seen {
+    int low[2], high[2];
 
-// Which keys a thread's rows see: as columns of a tile, less those of the lane.
+    __device__ __forceinline__ bool hides(int element) const {
+        const int half = element / 2 % 2, column = 2 * (element - 2 * half) - element % 2;
+        return column > high[half] || (Config::LEFT && column < low[half]);
+    }
+};
+
+// Which keys a thread's rows see: less the columns of the lane.
 struct Sight {
     int centre[2], last;  // keys that the rows are aligned with; last key
 
@@ -24,20 +31,15 @@ struct Sight {
         centre[0] = rows[0] + work.diagonal - column, centre[1] = rows[1] + work.diagonal - column;
         last = work.kv_len - 1 - column;
     }
-    // Selects, so that what a hidden key holds does not matter.
-    __device__ __forceinline__ void hide(Scores& scores, int tile, const Arguments& a) const {
+    // Of columns that start with a key.
+    __device__ __forceinline__ Seen from(int key, const Arguments& a) const {
+        Seen seen;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int at = centre[half] - tile * Config::BN, end = last - tile * Config::BN;
-            const int high = Config::BOUNDED ? min(at + a.right, end) : end, low = at - a.left;
-#pragma unroll
-            for (int i = 2 * half; i < Config::BN / 2; i += 4)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int column = 2 * (i - 2 * half) + e;
-                    if (column > high || (Config::LEFT && column < low)) put_minus_infinity(scores[i + e]);
-                }
+            const int at = centre[half] - key, end = last - key;
+            seen.high[half] = Config::BOUNDED ? min(at + a.right, end) : end, seen.low[half] = at - a.left;
         }
+        return seen;
     }
 };
 

@@ -7,14 +7,7 @@
 #if CONFIG_BITS == 16
 namespace cuflash {
 
-constexpr bool ADD_TO_START = false;
-__device__ __forceinline__ void start_scores(Scores&) {}
-
-// Of 8 bits alone.
-struct KeyScales {
-    __device__ __forceinline__ KeyScales(const Work&, const Arguments&) {}
-    __device__ __forceinline__ void load(int) {}
-};
+constexpr bool ADD_TO_START = false;  // scores are products alone
 
 struct Rows {
     float top[2], total[2];  // reference, sum of weights
@@ -35,6 +28,13 @@ __device__ __forceinline__ void prepare_scores(Scores& scores, float premultiply
         const float score = scores[i] * premultiply;
         scores[i] = Config::SCORES == 2 ? tanh_exact(score) : score;
     }
+}
+
+// Selects, so that what a hidden key holds does not matter.
+__device__ __forceinline__ void hide(Scores& scores, const Seen& seen) {
+#pragma unroll
+    for (int i = 0; i < Config::BN / 2; ++i)
+        if (seen.hides(i)) scores[i] = minus_infinity();
 }
 
 // Whether a row may have outgrown its reference by 2^STALE. The greatest of floats that are not all negative is the greatest
@@ -89,7 +89,7 @@ __device__ __forceinline__ void move_references(const Scores& scores, Rows& rows
 
 // Scores become weights, 2^(score * factor - top * factor). Before the FIRST tile there are no references.
 template <bool FIRST = false>
-__device__ __forceinline__ void weigh(Scores& scores, Rows& rows, const KeyScales&, const Arguments& a) {
+__device__ __forceinline__ void weigh(Scores& scores, Rows& rows, const Arguments& a) {
     rows.scale[0] = rows.scale[1] = 1.f;
     if (FIRST || __any_sync(~0u, outgrown(scores, rows, a))) move_references(scores, rows, a);
     if (rows.huge) {

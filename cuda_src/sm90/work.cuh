@@ -68,6 +68,10 @@ struct Work {
         load_unit(rows, shared), load_unit(keys, shared + 16);
         entry = rows[0], head = rows[1], first_row = rows[2], q_len = rows[3];
         kv_len = keys[0], diagonal = keys[1], begin = keys[2], end = keys[3];
+        if (!Config::EIGHT) return;
+        // That a warp has one of each spares registers, which 8 bits lack.
+        for (int* field : {&entry, &head, &first_row, &q_len, &kv_len, &diagonal, &begin, &end})
+            *field = __shfl_sync(~0u, *field, 0);
     }
 };
 static_assert(sizeof(Work) == 64, "one record of the ring");

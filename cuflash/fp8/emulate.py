@@ -1,10 +1,10 @@
 """The 8-bit kernel on NumPy arrays: the same tiles, roundings and order of steps, in float32.
 
-Online softmax over tiles of 128 keys (Dao 2023, section 3.1) with P in e4m3 (FlashAttention-3,
-section 3.3; SageAttention2). What a tile's weights are relative to may go below the
-running maximum, so that the weights of every tile use the range of e4m3; results so far then grow
-by a factor, up to 2**20, instead of shrinking. Memory beside the inputs is that of one head's keys
-and values in float32 and of one tile of scores.
+Online softmax over tiles of 64 keys, from the last to the first (Dao 2023, section 3.1), with P in
+e4m3 (FlashAttention-3, section 3.3; SageAttention2). What a tile's weights are relative to may go
+below the running maximum, so that the weights of every tile use the range of e4m3; results so far
+then grow by a factor, up to 2**20, instead of shrinking. Memory beside the inputs is that of one
+head's keys and values in float32 and of one tile of scores.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ Array = np.ndarray[Any, Any]
 # How far a tile's reference may lie below the running maximum: what was summed grows by 2**20 at
 # most, and stays far from overflow.
 _OCTAVES_BELOW = 20.0
+# How far a tile's maximum may be above and below a lagging reference, in octaves.
+_ABOVE, _BELOW = 4.0, 4.0
+_KEYS = 64  # of a tile
 _BLOCK_ROWS = 1024  # one tile of scores is half a MiB
 
 
@@ -119,8 +122,10 @@ class _Block:
         self.after = None if before is None or spec.softcap is None else np.float32(after)
 
         rows = len(self.q)
-        self.log2_p_scale = np.float32(math.log2(recipe.p_scale))
-        self.octaves = np.float32(_OCTAVES_BELOW if recipe.reference == "tile" else 0)
+        self.above, self.below = (_ABOVE, _BELOW) if recipe.reference == "lagging" else (0.0, 0.0)
+        # Of the weight of a score at the reference; the largest is p_scale.
+        self.log2_weight = np.float32(math.log2(recipe.p_scale) - self.above)
+        self.octaves = np.float32(0 if recipe.reference == "running" else _OCTAVES_BELOW)
         self.top = np.full((rows, 1), -np.inf, np.float32)
         self.reference = self.top.copy()
         self.total = np.zeros((rows, 1), np.float32)
@@ -130,18 +135,21 @@ class _Block:
     def run(self) -> None:
         begin, end = self.spec.key_range(self.first, self.last - 1, self.diagonal, self.keys.length)
         if begin < end:
-            for j in range(begin // TILE_KEYS * TILE_KEYS, end, TILE_KEYS):
-                self.add_tile(j, min(j + TILE_KEYS, self.keys.length))
+            for j in reversed(range(begin // _KEYS * _KEYS, end, _KEYS)):
+                self.add_tile(j, min(j + _KEYS, self.keys.length))
 
     def add_tile(self, begin: int, end: int) -> None:
         scores = self.scores(begin, end)
         tile_top = scores.max(axis=-1, keepdims=True)
         unseen = np.isneginf(tile_top)
-        self.top = np.maximum(self.top, tile_top)
+        stays = (tile_top <= self.reference + self.above) & (tile_top >= self.reference - self.below)
         # A row that sees none of the tile stays as it is, whichever rows it is computed with.
-        reference = np.where(unseen, self.reference, np.maximum(tile_top, self.top - self.octaves))
+        reference = np.where(
+            stays | unseen, self.reference, np.maximum(tile_top, self.top - self.octaves)
+        )
+        self.top = np.maximum(self.top, reference if self.above else tile_top)
         finite = np.where(np.isneginf(reference), np.float32(0), reference)
-        scores -= finite - self.log2_p_scale
+        scores -= finite - self.log2_weight
         weights = np.exp2(scores, out=scores)
         rescale = np.exp2(self.reference - finite)
         self.reference = reference
@@ -149,9 +157,10 @@ class _Block:
         self.total = self.total * rescale + sums
         self.first_total *= rescale
         self.sums *= rescale
-        if begin == 0 and self.keys.first is not None:
-            self.first_total = sums
-            self.sums += weights.astype(np.float16).astype(np.float32) @ self.keys.first
+        if begin < TILE_KEYS and self.keys.first is not None:
+            self.first_total += sums
+            halves = weights.astype(np.float16).astype(np.float32)
+            self.sums += halves @ self.keys.first[begin:end]
         else:
             self.add_values(weights, begin, end, unseen)
 
@@ -220,7 +229,7 @@ class _Block:
         if lse is None:
             return
         shift = np.where(np.isneginf(self.reference), np.float32(0), self.reference)
-        logs = (shift - self.log2_p_scale) * np.float32(math.log(2)) + np.log(self.total)
+        logs = (shift - self.log2_weight) * np.float32(math.log(2)) + np.log(self.total)
         if self.mean_scores is not None:
             logs += np.float32(spec.scale) * self.mean_scores
         np.copyto(logs, -np.inf, where=~seen)

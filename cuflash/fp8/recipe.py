@@ -19,7 +19,7 @@ TILE_KEYS = 128
 
 QK_DTYPES = ("e4m3", "int8")
 ROTATIONS = ("hadamard", "orthogonal")
-REFERENCES = ("tile", "running")
+REFERENCES = ("lagging", "tile", "running")
 ACCUMULATIONS = ("fp32", "two_level", "single")
 _TOKENS = (32, 64, 128, 256)
 Q_BLOCKS: tuple[Block, ...] = ("tensor", "head", *_TOKENS, "token")
@@ -68,9 +68,10 @@ class Fp8Recipe:
         Add the mean rounding error of v to the result too.
     p_scale : float
         Weights reach this size before rounding; above 0, up to 448.
-    reference : {"tile", "running"}
-        What a tile's weights are relative to: its own row maximum, at most 20 octaves below the
-        running one, or the running maximum as in FlashAttention-2.
+    reference : {"lagging", "tile", "running"}
+        What the weights of 64 keys are relative to: an earlier row maximum while theirs is within
+        16 times of it, and else their own (``"lagging"``); their own; or the running maximum as in
+        FlashAttention-2. The first two go down to 20 octaves below the largest one before.
     accumulate : {"fp32", "two_level", "single"}
         How P V is summed: in float32; or as FP8 tensor cores do, which align 32 products and the
         sum so far to the largest exponent and keep 13 fraction bits, each tile by itself and then
@@ -102,7 +103,7 @@ class Fp8Recipe:
     center_v: bool = True
     residual_mean: bool = True
     p_scale: float = 448.0
-    reference: str = "tile"
+    reference: str = "lagging"
     accumulate: str = "fp32"
     first_tile_16bit: bool = False
 

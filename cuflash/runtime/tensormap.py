@@ -87,14 +87,15 @@ class Layout:
 
         Dimensions are innermost first: columns, heads, rows, batch.
         """
+        item_size = 1 if dtype == "uint8" else _ITEM_SIZE
         # The driver looks at the stride of a single element too: it gets a whole row.
-        row = -(-shape[3] * _ITEM_SIZE // _UNIT) * _UNIT
+        row = -(-shape[3] * item_size // _UNIT) * _UNIT
         batch, heads, seq = (
-            step * _ITEM_SIZE if size > 1 else row
+            step * item_size if size > 1 else row
             for size, step in zip(shape, strides[:3], strict=False)
         )
         sizes = (shape[3], shape[1], shape[2], shape[0])
-        box = (swizzle_bytes // _ITEM_SIZE, *heads_and_rows, 1)
+        box = (swizzle_bytes // item_size, *heads_and_rows, 1)
         return cls(dtype, sizes, (heads, seq, batch), box, swizzle_bytes)
 
 

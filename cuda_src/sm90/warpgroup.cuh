@@ -1,6 +1,5 @@
-// Warpgroups that multiply: each 64 lines, those of the block's key tiles that they see. The weights and values of one tile
-// are multiplied beside the softmax of the next (Shah et al., FlashAttention-3, 2024, section 3.2). Lines are query rows of
-// `pack` heads that share keys: line i is row i / pack of head i % pack.
+// What warpgroups that multiply do from work to work: each has 64 lines, query rows of `pack` heads that share keys. Line i is
+// row i / pack of head i % pack. How they walk the key tiles that their rows see is in walk16.cuh and walk8.cuh.
 #pragma once
 
 #include "sm90/products.cuh"
@@ -9,7 +8,7 @@ namespace cuflash {
 
 enum NamedBarrier { TURN = 1, STORE = 4, CONSUMERS = 7 };  // TURN and STORE: one for each warpgroup; 0 is __syncthreads
 
-struct Consumer {
+struct Warpgroup {
     const Arguments& a;
     u32 base;
     int group;
@@ -17,7 +16,7 @@ struct Consumer {
     Place<2> work_place{0};
     u32 q_parity = 0;
 
-    __device__ __forceinline__ Consumer(const Arguments& arguments, u32 shared, int of_group)
+    __device__ __forceinline__ Warpgroup(const Arguments& arguments, u32 shared, int of_group)
         : a(arguments), base(shared), group(of_group) {}
 
     __device__ __forceinline__ static bool is_leader() { return threadIdx.x % 128 == 0; }
@@ -46,6 +45,7 @@ struct Consumer {
     __device__ __forceinline__ u32 v_words(int slot) const {
         return low_word(base + Shared::v, Config::EIGHT ? 16 : Config::BN * Config::V_ROW) + slot * (Shared::V_STAGE >> 4);
     }
+    __device__ __forceinline__ u32 v_empty(int slot) const { return base + Shared::v_empty + 8 * slot; }
 
     __device__ __forceinline__ bool next_work(Work& work) {
         barrier_wait(base + Shared::work_full + 8 * work_place.slot, work_place.parity);
@@ -77,21 +77,6 @@ struct Consumer {
     // The same after scores of `tile`: nothing else of this piece of work needs Q if that was the last.
     __device__ __forceinline__ void release_queries_after(int tile, const Span& span) const {
         if (!Config::OUT_OVER_Q && tile == span.begin) release_queries();
-    }
-
-    // Rows of V past the used keys become 0: a weight of 0 times what memory holds there might be NaN.
-    __device__ __forceinline__ void clear_values(int first_dead_row) const {
-        constexpr int UNITS = Config::V_ROW / 16;
-        const u32 zeros[4] = {0, 0, 0, 0};
-        const int rows = Config::BN - first_dead_row;
-        for (int i = threadIdx.x - 128; i < rows * UNITS * (Config::DV / Config::V_PANEL); i += 128 * Config::GROUPS) {
-            const int unit = i % UNITS, row = i / UNITS % rows, panel = i / UNITS / rows;
-            store_unit(base + Shared::v + place.slot * Shared::V_STAGE +
-                           (panel * Config::BN + first_dead_row + row) * Config::V_ROW + 16 * unit,
-                       zeros);
-        }
-        fence_async();
-        meet(CONSUMERS, 128 * Config::GROUPS);
     }
 
     // Of a thread's two lines of scores, each a row of one of the heads that are packed.
@@ -133,105 +118,6 @@ struct Consumer {
         if (BEFORE) turn();
     }
 
-    // Weights of a tile, where nothing goes on beside it.
-    template <bool FIRST>
-    __device__ __forceinline__ void begin(int tile, bool hidden, const Sight& sight, const Span& span, Weights& weights,
-                                          Rows& rows, KeyScales& scales) const {
-        scales.load(tile);
-        Scores scores;
-        barrier_wait(k_full(), place.parity);
-        begin_products();
-        multiply_queries_and_keys(scores, q_words(), k_words());
-        commit_products();
-        wait_products<0>();
-        release(k_empty());
-        release_queries_after(tile, span);
-        prepare_scores(scores, a.premultiply);
-        if (hidden) sight.hide(scores, tile, a);
-        weigh<FIRST>(scores, rows, scales, a);
-        pack_weights(weights, scores);
-    }
-
-    // Rows past the used keys of the first tile.
-    __device__ __forceinline__ void clear_dead_values(const Work& work) const {
-        if (Config::LENGTHS && !Config::EIGHT && work.kv_len < a.kv_len && work.kv_len < work.end * Config::BN) {
-            barrier_wait(base + Shared::v_full + 8 * place.slot, place.parity);
-            clear_values(work.kv_len - (work.end - 1) * Config::BN);
-        }
-    }
-
-    // Products of a turn: scores of a tile, and values of the one before, which come in this order.
-    __device__ __forceinline__ void multiply_both(Scores& scores, Out& out,
-                                                  Weights& weights, const Rows& rows,
-                                                  const Place<Config::STAGES>& before) const {
-        if (!Config::PING_PONG || group == 0) barrier_wait(k_full(), place.parity);  // the others' turn comes later
-        await_turn();
-        begin_products();
-        multiply_queries_and_keys(scores, q_words(), k_words());
-        commit_products();
-        if (Config::DV > 128) scale_out(out, rows);
-        if (!Config::PING_PONG || group == 0) barrier_wait(base + Shared::v_full + 8 * before.slot, before.parity);
-        begin_products();
-        multiply_weights_and_values(out, weights, v_words(before.slot));
-        commit_products();
-        pass_turn();
-        wait_products<1>();
-        release(k_empty());
-        prepare_scores(scores, a.premultiply);
-    }
-
-    // The tiles but the first: scores of each beside the values of the tile before.
-    __device__ __forceinline__ void walk(const Work& work, const Span& span, Out& out, Weights& weights, Rows& rows,
-                                         KeyScales& scales) {
-        const Sight sight = sight_of(work);
-        int tile = span.end - 2;
-        auto turn = [&](bool hidden) {
-            if (!Config::OVERLAP) {
-                end(out, weights, rows);
-                begin<false>(tile, hidden, sight, span, weights, rows, scales);
-                return;
-            }
-            const Place<Config::STAGES> before = place;
-            place.next();
-            scales.load(tile);
-            Scores scores;
-            multiply_both(scores, out, weights, rows, before);
-            release_queries_after(tile, span);
-            if (hidden) sight.hide(scores, tile, a);
-            weigh(scores, rows, scales, a);
-            wait_products<0>();
-            release(base + Shared::v_empty + 8 * before.slot);
-            pack_weights(weights, scores);
-            if (Config::DV <= 128) scale_out(out, rows);
-        };
-        if (Config::BOUNDED) {
-#pragma unroll 1
-            for (; tile >= (Config::LEFT ? max(span.begin, span.clean_end) : span.clean_end); --tile) turn(true);
-            const int clean_begin = Config::LEFT ? max(span.begin, span.clean_begin) : 0;
-#pragma unroll 1
-            for (; tile >= clean_begin; --tile) turn(false);
-            if (Config::LEFT) {
-#pragma unroll 1
-                for (; tile >= span.begin; --tile) turn(true);
-            }
-        } else {
-#pragma unroll 1
-            for (; tile >= 0; --tile) turn(false);
-        }
-    }
-
-    // The values of a tile, where nothing goes on beside it.
-    __device__ __forceinline__ void end(Out& out, Weights& weights, Rows& rows) {
-        if (Config::DV > 128 || !Config::OVERLAP) scale_out(out, rows);
-        barrier_wait(base + Shared::v_full + 8 * place.slot, place.parity);
-        begin_products();
-        multiply_weights_and_values(out, weights, v_words(place.slot));
-        commit_products();
-        wait_products<0>();
-        release(base + Shared::v_empty + 8 * place.slot);
-        place.next();
-    }
-
     // Of a line's row in arrays of (entries, heads, rows).
     __device__ __forceinline__ i64 place_of(int half, const Work& work) const {
         const int head = work.head + line(half) - row_of_pack(half) * a.pack;
@@ -250,15 +136,14 @@ struct Consumer {
         const i64 head = (i64(work.entry) * (a.q_heads / a.group) + work.head / a.group) * Config::DV + 2 * (lane() % 4);
 #pragma unroll
         for (int tile = 0; tile < Config::DV / 8; ++tile) {
+            const float2 scale = __ldg(reinterpret_cast<const float2*>(a.v_scales + head) + 4 * tile);
+            float2 mean = make_float2(0.f, 0.f);
+            if (a.v_means != nullptr) mean = __ldg(reinterpret_cast<const float2*>(a.v_means + head) + 4 * tile);
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float scale = __ldg(a.v_scales + head + 8 * tile + e);
-                const float mean = a.v_means == nullptr ? 0.f : __ldg(a.v_means + head + 8 * tile + e);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    float& value = out[4 * tile + 2 * half + e];
-                    value = inverse[half] == 0.f ? 0.f : fmaf(value * inverse[half], scale, mean);
-                }
+            for (int half = 0; half < 2; ++half) {
+                float &first = out[4 * tile + 2 * half], &second = out[4 * tile + 2 * half + 1];
+                first = inverse[half] == 0.f ? 0.f : fmaf(first * inverse[half], scale.x, mean.x);
+                second = inverse[half] == 0.f ? 0.f : fmaf(second * inverse[half], scale.y, mean.y);
             }
         }
         inverse[0] = inverse[1] = 1.f;
@@ -324,7 +209,9 @@ struct Consumer {
         for (int i = 0; i < Config::DV / 2; ++i) out[i] = 0.f;
     }
 
-    __device__ __forceinline__ void run() {
+    // `walk(work, span, out, rows)` takes a warpgroup over the tiles of a span.
+    template <typename Walk>
+    __device__ __forceinline__ void run(Walk walk) {
         if (Config::PING_PONG && group == 0) announce(TURN, 256);
         clear_unused_lines();
         Work work;
@@ -343,16 +230,11 @@ struct Consumer {
                 continue;
             }
             const Span span(work, group, a);
-            Weights weights;
-            clear_dead_values(work);
             if (Config::SKIPS) {
 #pragma unroll 1
                 for (int tile = work.end; tile > span.end; --tile) pass<true>();
             }
-            KeyScales scales(work, a);
-            begin<true>(span.end - 1, true, sight_of(work), span, weights, rows, scales);
-            walk(work, span, out, weights, rows, scales);
-            end(out, weights, rows);
+            walk(work, span, out, rows);
             if (Config::SKIPS && Config::LEFT) {
 #pragma unroll 1
                 for (int tile = span.begin; tile > work.begin; --tile) pass<false>();
