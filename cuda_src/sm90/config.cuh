@@ -14,7 +14,8 @@ struct Config {
     static constexpr int D = CONFIG_HEAD_DIM;  // buckets at or above the true dims; tensor copies fill up with zeros
     static constexpr int DV = CONFIG_HEAD_DIM_V;
     static constexpr int BN = CONFIG_KEYS;
-    static constexpr int COLUMNS = EIGHT ? 64 : BN;     // keys whose scores are in registers together
+    static constexpr bool AHEAD = CONFIG_AHEAD;         // 8 bits: a tile comes in two halves, scores of one ahead of the other
+    static constexpr int COLUMNS = AHEAD ? BN / 2 : BN;  // keys whose scores become weights together
     static constexpr int GROUPS = CONFIG_GROUPS;        // warpgroups that multiply, 64 query rows each
     static constexpr int STAGES = CONFIG_STAGES;        // tiles of K, and of V, in flight
     static constexpr int CLUSTER = CONFIG_CLUSTER;      // blocks that share loads of K and V
@@ -33,7 +34,7 @@ struct Config {
     // Shared memory holds panels of so many bytes a row: 128, or 64 where a head or a tile has no whole number of those.
     // V of 8 bits lies with channels as rows, since products of 8 bits take both factors that way.
     static constexpr int QK_ROW = EIGHT ? (D % 128 == 0 ? 128 : 64) : D % 64 == 0 && DV % 64 == 0 ? 128 : 64;
-    static constexpr int V_ROW = EIGHT ? 128 : QK_ROW;
+    static constexpr int V_ROW = EIGHT ? (BN % 128 == 0 ? 128 : 64) : QK_ROW;
     static constexpr int OUT_ROW = EIGHT ? 128 : QK_ROW;
     static constexpr int QK_PANEL = QK_ROW / ITEM, V_PANEL = V_ROW / ITEM, OUT_PANEL = OUT_ROW / 2;
     static constexpr int V_COLUMNS = EIGHT ? BN : DV, V_ROWS = EIGHT ? DV : BN;  // of a tile
@@ -46,8 +47,9 @@ static_assert(Config::RESIDENT == 1 || Config::RESIDENT == 2 && !Config::PING_PO
 static_assert(Config::D % Config::QK_PANEL == 0 && Config::DV % Config::OUT_PANEL == 0, "whole panels");
 static_assert(Config::V_COLUMNS % Config::V_PANEL == 0, "whole panels");
 static_assert(Config::BN % 16 == 0 && Config::BN / Config::CLUSTER % 8 == 0, "whole steps, whole swizzles");
-static_assert(!Config::EIGHT || Config::BN == 128 && Config::SCORES == 0 && Config::RESIDENT == 1 && !Config::PING_PONG &&
-                                    !Config::OUT_OVER_Q, "what walk8.cuh does");
+static_assert(!Config::EIGHT || Config::COLUMNS % 64 == 0 && Config::SCORES == 0 && Config::RESIDENT == 1 &&
+                                    !Config::PING_PONG && !Config::OUT_OVER_Q, "what walk8.cuh does");
+static_assert(Config::EIGHT || !Config::AHEAD, "registers for 16 bits are lacking");
 static_assert(Config::CLUSTER == 1 || !Config::DYNAMIC, "the blocks of a pair would have to agree on a ticket");
 
 struct __align__(64) Arguments {

@@ -33,6 +33,8 @@ __device__ __forceinline__ void start_scores(Scores& scores) {
 __device__ __forceinline__ float as_float(float score) { return score; }
 __device__ __forceinline__ float as_float(int score) { return __int_as_float(score); }
 
+typedef float KeyFactors[Config::COLUMNS / 64];  // scales of the keys that a thread has scores of
+
 struct Rows {
     float top[2], most[2];  // reference, the largest so far, in units of log2
     float total[2];         // sum of weights
@@ -68,14 +70,15 @@ __device__ __forceinline__ float exponent(const Scores& scores, int i, float fac
 // come: of 16, those in columns 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t one after the other.
 template <bool HIDDEN>
 __device__ __forceinline__ void make_weights(Weights& weights, float (&sums)[2], int (&most)[2], const Scores& scores, const Rows& rows,
-                                             float key_scale, const Seen& seen) {
+                                             const KeyFactors& keys, const Seen& seen) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float factor = rows.factor[half] * key_scale, offset = rows.top[half] - LOG2_WEIGHT;
-        const float from_start = WHOLE ? fmaf(START, factor, offset) : offset;
+        const float offset = rows.top[half] - LOG2_WEIGHT;
         sums[half] = 0.f, most[half] = 0;
 #pragma unroll
         for (int i = 0; i < Config::COLUMNS / 16; ++i) {
+            const float factor = rows.factor[half] * keys[i / 4];
+            const float from_start = WHOLE ? fmaf(START, factor, offset) : offset;
             float four[4];
 #pragma unroll
             for (int e = 0; e < 4; ++e)
@@ -108,16 +111,17 @@ __device__ __forceinline__ float largest_of_row(float x) {
 }
 
 template <bool HIDDEN>
-__device__ __forceinline__ void move_references(Rows& rows, const int (&most)[2], const Scores& scores, float key_scale,
-                                                const Seen& seen) {
+__device__ __forceinline__ void move_references(Rows& rows, const int (&most)[2], const Scores& scores,
+                                                const KeyFactors& keys, const Seen& seen) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float factor = rows.factor[half] * key_scale;
         float largest = LOWEST;
 #pragma unroll
-        for (int i = 2 * half; i < Config::COLUMNS / 2; i += 4)
+        for (int i = 2 * half; i < Config::COLUMNS / 2; i += 4) {
+            const float factor = rows.factor[half] * keys[i / 32];
             largest = fmaxf(fmaxf(largest, exponent<HIDDEN>(scores, i, factor, START * factor, seen)),
                             exponent<HIDDEN>(scores, i + 1, factor, START * factor, seen));
+        }
         largest = largest_of_row(largest);
         const int weight = largest_of_row(most[half]);
         if (largest > LOWEST & (weight > MOST | weight < rows.least(half))) {
@@ -131,17 +135,17 @@ __device__ __forceinline__ void move_references(Rows& rows, const int (&most)[2]
 
 // Whether references moved, so that out has to be scaled.
 template <bool HIDDEN>
-__device__ __forceinline__ bool weigh(Weights& weights, const Scores& scores, Rows& rows, float key_scale, const Seen& seen) {
+__device__ __forceinline__ bool weigh(Weights& weights, const Scores& scores, Rows& rows, const KeyFactors& keys, const Seen& seen) {
     float sums[2];
     int most[2];
-    make_weights<HIDDEN>(weights, sums, most, scores, rows, key_scale, seen);
+    make_weights<HIDDEN>(weights, sums, most, scores, rows, keys, seen);
     const bool moves = has_to_move(most, rows);
     if (__builtin_expect(moves, 0)) {
         rows.scale[0] = rows.scale[1] = 1.f;
         Seen again = seen;  // not kept as predicates from above
         asm volatile("" : "+r"(again.low[0]), "+r"(again.low[1]), "+r"(again.high[0]), "+r"(again.high[1]));
-        move_references<HIDDEN>(rows, most, scores, key_scale, again);
-        make_weights<HIDDEN>(weights, sums, most, scores, rows, key_scale, again);
+        move_references<HIDDEN>(rows, most, scores, keys, again);
+        make_weights<HIDDEN>(weights, sums, most, scores, rows, keys, again);
     }
     rows.total[0] += sums[0], rows.total[1] += sums[1];
     return moves;

@@ -8,43 +8,51 @@
 #if CONFIG_BITS == 8
 namespace cuflash {
 
-// Scales of a head's keys, as a thread needs them: one for each half. Asked for a half ahead.
+// Scales of a head's keys as a thread needs them, from the last to the first. Asked for ahead of their use.
 struct KeyScales {
-    int after;  // which of all
-    float next;
+    static constexpr int COUNT = Config::COLUMNS / 64;
+    int after;  // which of all come next
+    KeyFactors next;
 
     __device__ __forceinline__ KeyScales(const Work& work, const Span& span, const Arguments& a) {
         const int head = work.entry * (a.q_heads / a.group) + work.head / a.group;
-        after = (head * a.key_blocks + 2 * span.end - 1) * 4 + threadIdx.x % 4;
-        next = __ldg(a.k_scales + after);
-        after -= 4;
+        after = (head * a.key_blocks + span.end * (Config::BN / 64) - COUNT) * 4 + threadIdx.x % 4;
+        ask(a);
+        after -= 4 * COUNT;
     }
-    __device__ __forceinline__ float take(bool more, const Arguments& a) {
-        const float scale = next == 0.f ? TINY : next;  // a NaN stays one
-        asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(next) : "l"(a.k_scales + after));
-        if (more) after -= 4;
-        return scale;
+    __device__ __forceinline__ void ask(const Arguments& a) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(next[i]) : "l"(a.k_scales + after + 4 * i));
+    }
+    // Those asked for; then those after them are, if there are MORE.
+    __device__ __forceinline__ void take(KeyFactors& factors, bool more, const Arguments& a) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) factors[i] = next[i] == 0.f ? TINY : next[i];  // a NaN stays one
+        ask(a);
+        if (more) after -= 4 * COUNT;
     }
 };
 
 struct Consumer : Warpgroup {
     using Warpgroup::Warpgroup;
 
-    // The products of queries with a half of the keys in a slot begin.
-    __device__ __forceinline__ void begin_scores(Scores& scores, int slot, int half) const {
-        const u32 keys = low_word(base + Shared::k, 16) + slot * (Shared::K_STAGE >> 4);
-        begin_products();
-        multiply_queries_and_keys(scores, q_words(), keys + (half * 64 * Config::QK_ROW >> 4));
-        commit_products();
+    __device__ __forceinline__ int slot_before() const { return place.slot == 0 ? Config::STAGES - 1 : place.slot - 1; }
+    __device__ __forceinline__ void await_values() const {
+        barrier_wait(base + Shared::v_full + 8 * place.slot, place.parity);
     }
 
-    // Those of the half before are done: with its values, and with the keys of the half after this one.
-    __device__ __forceinline__ void end_products(int half, int tile, const Span& span) const {
-        wait_products<0>();
-        if (half == 0) return;
-        release(k_empty());
-        if (tile == span.begin) release_queries();
-        if (tile + 1 < span.end) release(v_empty(slot_before()));
+    // The products of queries with keys in a slot begin, from one of them on.
+    __device__ __forceinline__ void begin_scores(Scores& scores, int slot, int from = 0) const {
+        const u32 keys = low_word(base + Shared::k, 16) + slot * (Shared::K_STAGE >> 4);
+        begin_products();
+        multiply_queries_and_keys(scores, q_words(), keys + (from * Config::QK_ROW >> 4));
+        commit_products();
+    }
+    template <int FROM = 0>
+    __device__ __forceinline__ void begin_values(Out& out, const Weights& weights, int slot) const {
+        begin_products();
+        multiply_weights_and_values<FROM>(out, weights, v_words(slot));
+        commit_products();
     }
 
     // To registers that no product reads. The compiler must not see that it is a copy, or products read what is beside them.
@@ -54,72 +62,102 @@ struct Consumer : Warpgroup {
         for (int i = 0; i < Config::COLUMNS / 8; ++i) asm volatile("or.b32 %0, %1, %2;" : "=r"(to[i]) : "r"(from[i]), "r"(zero));
     }
 
-    // Scores of the second half, HALF 1, or the first become weights; then products with the values of that half begin, and
-    // with the keys of the same half of the next tile.
+    // Of one turn: scores become weights, beside what products go on. Hidden scores are changed in their registers only where
+    // none do, for which registers are lacking elsewhere.
+    template <bool HIDDEN>
+    __device__ __forceinline__ bool weigh_turn(Weights& next, Scores& scores, int first_key, const Work& work, Rows& rows,
+                                               const KeyFactors& keys) const {
+        const Seen seen = sight_of(work).from(first_key, a);
+        if (HIDDEN && (Config::DV > 128 || Config::LEFT)) {
+            wait_products<0>();
+            hide(scores, seen);
+            return weigh<false>(next, scores, rows, keys, seen);
+        }
+        return weigh<HIDDEN>(next, scores, rows, keys, seen);
+    }
+
+    // A half of a tile, AHEAD: its scores become weights; then its products with values begin, and those of the same half of
+    // the next tile. Meanwhile go on products with values of the half before, and with keys of the half after this one.
     template <int HALF, bool HIDDEN>
     __device__ __forceinline__ void turn(int tile, const Work& work, const Span& span, Out& out, Weights& weights, Scores& scores,
                                          Rows& rows, KeyScales& scales) const {
         const bool more = tile > span.begin;
-        const float key_scale = scales.take(more, a);
-        const Seen seen = sight_of(work).from(tile * Config::BN + 64 * HALF, a);
+        KeyFactors keys;
+        scales.take(keys, more, a);
         Weights next;
-        bool moved;
-        if (HIDDEN && Config::DV > 128) {  // registers are lacking to hide scores while products go on
-            wait_products<0>();
-            hide(scores, seen);
-            moved = weigh<false>(next, scores, rows, key_scale, seen);
-        } else {
-            moved = weigh<HIDDEN>(next, scores, rows, key_scale, seen);
+        const bool moved = weigh_turn<HIDDEN>(next, scores, tile * Config::BN + HALF * Config::COLUMNS, work, rows, keys);
+        wait_products<0>();
+        if (HALF == 1) {
+            release(k_empty());
+            if (!more) release_queries();
+            if (tile + 1 < span.end) release(v_empty(slot_before()));
         }
-        end_products(HALF, tile, span);
         copy(weights, next);
         if (moved) scale_out(out, rows);
-        if (HALF == 1) barrier_wait(base + Shared::v_full + 8 * place.slot, place.parity);
-        begin_products();
-        multiply_weights_and_values<64 * HALF>(out, weights, v_words(place.slot));
-        commit_products();
+        if (HALF == 1) await_values();
+        begin_values<HALF * Config::COLUMNS>(out, weights, place.slot);
         if (more) {
             Place<Config::STAGES> after = place;
             after.next();
             if (HALF == 1) barrier_wait(base + Shared::k_full + 8 * after.slot, after.parity);
             start_scores(scores);
-            begin_scores(scores, after.slot, HALF);
+            begin_scores(scores, after.slot, HALF * Config::COLUMNS);
         }
     }
 
-    __device__ __forceinline__ int slot_before() const { return place.slot == 0 ? Config::STAGES - 1 : place.slot - 1; }
-
-    __device__ __forceinline__ void walk(const Work& work, const Span& span, Out& out, Rows& rows) {
+    __device__ __forceinline__ void walk_ahead(const Work& work, const Span& span, Out& out, Rows& rows) {
         KeyScales scales(work, span, a);
         Scores second, first;
         Weights weights;
-        auto both = [&](int tile, auto hidden) {
+        barrier_wait(k_full(), place.parity);
+        start_scores(second), start_scores(first);
+        begin_scores(second, place.slot, Config::COLUMNS), begin_scores(first, place.slot);
+        wait_products<0>();
+        for_tiles(span.end - 1, span, [&](int tile, auto hidden) {
             turn<1, decltype(hidden)::value>(tile, work, span, out, weights, second, rows, scales);
             turn<0, decltype(hidden)::value>(tile, work, span, out, weights, first, rows, scales);
             place.next();
-        };
-        barrier_wait(k_full(), place.parity);
-        start_scores(second), start_scores(first);
-        begin_scores(second, place.slot, 1), begin_scores(first, place.slot, 0);
-        wait_products<0>();
-        int tile = span.end - 1;
-        both(tile--, Yes());
-        if (Config::BOUNDED) {
-#pragma unroll 1
-            for (; tile >= (Config::LEFT ? max(span.begin, span.clean_end) : span.clean_end); --tile) both(tile, Yes());
-            const int clean_begin = Config::LEFT ? max(span.begin, span.clean_begin) : 0;
-#pragma unroll 1
-            for (; tile >= clean_begin; --tile) both(tile, No());
-            if (Config::LEFT) {
-#pragma unroll 1
-                for (; tile >= span.begin; --tile) both(tile, Yes());
-            }
-        } else {
-#pragma unroll 1
-            for (; tile >= 0; --tile) both(tile, No());
-        }
+        });
         wait_products<0>();
         release(v_empty(slot_before()));
+    }
+
+    // Scores of each tile beside the values of the tile before.
+    __device__ __forceinline__ void walk_beside(const Work& work, const Span& span, Out& out, Rows& rows) {
+        KeyScales scales(work, span, a);
+        Scores scores;
+        Weights weights, next;
+        int left = span.end - span.begin - 1;  // tiles after this one
+        KeyFactors keys;
+        bool first = true;
+        for_tiles(span.end - 1, span, [&](int tile, auto hidden) {
+            const Place<Config::STAGES> before = place;
+            if (!first) place.next();
+            scales.take(keys, left > 0, a);
+            barrier_wait(k_full(), place.parity);
+            start_scores(scores);
+            begin_scores(scores, place.slot);
+            if (!first) {
+                barrier_wait(base + Shared::v_full + 8 * before.slot, before.parity);
+                begin_values(out, weights, before.slot);
+                wait_products<1>();
+            } else {
+                wait_products<0>();
+            }
+            release(k_empty());
+            if (left == 0) release_queries();
+            const bool moved = weigh_turn<decltype(hidden)::value>(next, scores, tile * Config::BN, work, rows, keys);
+            wait_products<0>();
+            if (!first) release(v_empty(before.slot));
+            copy(weights, next);
+            if (moved) scale_out(out, rows);
+            first = false, --left;
+        });
+        await_values();
+        begin_values(out, weights, place.slot);
+        wait_products<0>();
+        release(v_empty(place.slot));
+        place.next();
     }
 
     struct Yes {
@@ -128,9 +166,33 @@ struct Consumer : Warpgroup {
     struct No {
         static constexpr bool value = false;
     };
+    // `each(tile, hidden)`, from `tile` down to the first of a span. Of the first one some scores may be hidden anyway.
+    template <typename Each>
+    __device__ __forceinline__ void for_tiles(int tile, const Span& span, Each each) const {
+        each(tile--, Yes());
+        if (Config::BOUNDED) {
+#pragma unroll 1
+            for (; tile >= (Config::LEFT ? max(span.begin, span.clean_end) : span.clean_end); --tile) each(tile, Yes());
+            const int clean_begin = Config::LEFT ? max(span.begin, span.clean_begin) : 0;
+#pragma unroll 1
+            for (; tile >= clean_begin; --tile) each(tile, No());
+            if (Config::LEFT) {
+#pragma unroll 1
+                for (; tile >= span.begin; --tile) each(tile, Yes());
+            }
+        } else {
+#pragma unroll 1
+            for (; tile >= 0; --tile) each(tile, No());
+        }
+    }
 
     __device__ __forceinline__ void run() {
-        Warpgroup::run([&](const Work& work, const Span& span, Out& out, Rows& rows) { walk(work, span, out, rows); });
+        Warpgroup::run([&](const Work& work, const Span& span, Out& out, Rows& rows) {
+            if (Config::AHEAD)
+                walk_ahead(work, span, out, rows);
+            else
+                walk_beside(work, span, out, rows);
+        });
     }
 };
 

@@ -128,6 +128,7 @@ def specialisation(variant: Variant) -> Specialisation:
     name = fused.module_name("sm90_fp8", dims, variant.dtype, marks)
     config: tuple[tuple[str, int | bool | str], ...] = (
         ("bits", 8),
+        ("ahead", True),
         ("qk_element", element),
         ("v_element", "E4m3"),
         ("out_element", fused.ELEMENT[variant.dtype]),
