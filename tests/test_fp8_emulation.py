@@ -66,11 +66,13 @@ def one_row(tensors: Fp8Tensors, h: int, i: int, keys: Array) -> tuple[Array, fl
     query_scale = scale_of(q.scale, q.block, h, i)
     factor = query_scale * math.log2(math.e) / math.sqrt(q.head_dim)
     top = reference = -math.inf
+    above = below = 4 if recipe.reference == "lagging" else 0
+    octaves = 0 if recipe.reference == "running" else 20
     total = first_total = 0.0
     sums = np.zeros(v.head_dim)
     shares_scale = v.block in ("tensor", "head", "channel")
-    for begin in range(0, n, 128):
-        seen = [j for j in range(begin, min(begin + 128, n)) if keys[j]]
+    for begin in reversed(range(0, n, 64)):
+        seen = [j for j in range(begin, min(begin + 64, n)) if keys[j]]
         if not seen:
             continue
         scores = np.array(
@@ -82,15 +84,18 @@ def one_row(tensors: Fp8Tensors, h: int, i: int, keys: Array) -> tuple[Array, fl
                 for j in seen
             ]
         )
-        top = max(top, scores.max())
-        new = max(scores.max(), top - 20) if recipe.reference == "tile" else top
-        weights = 2 ** (scores - new) * pmax
+        if reference - below <= scores.max() <= reference + above:
+            new = reference
+        else:
+            new = max(scores.max(), top - octaves)
+        top = max(top, new)
+        weights = 2 ** (scores - new) * pmax / 2**above
         alpha = 0.0 if reference == -math.inf else 2 ** (reference - new)
         total, sums, first_total = total * alpha + weights.sum(), sums * alpha, first_total * alpha
-        if begin == 0 and tensors.first_values is not None:
+        if begin < 128 and tensors.first_values is not None:
             first = tensors.first_values[0, g, seen].astype(np.float64)
             sums = sums + weights.astype(np.float16).astype(np.float64) @ first
-            first_total = weights.sum()
+            first_total += weights.sum()
         else:
             values = decode(v.codes[0, g, seen], "e4m3").astype(np.float64)
             if shares_scale:
@@ -98,7 +103,7 @@ def one_row(tensors: Fp8Tensors, h: int, i: int, keys: Array) -> tuple[Array, fl
             else:
                 scales = np.array([scale_of(v.scale, v.block, g, j) for j in seen])
                 if v.block == "token":
-                    tile = range(begin, min(begin + 128, n))
+                    tile = range(begin, min(begin + 64, n))
                     largest = max(scale_of(v.scale, v.block, g, j) for j in tile)
                     sums = sums + largest * (e4m3(weights * scales / largest) @ values)
                 else:
@@ -109,7 +114,7 @@ def one_row(tensors: Fp8Tensors, h: int, i: int, keys: Array) -> tuple[Array, fl
     for mean in (v.mean, v.residual):
         if mean is not None:
             out = out + mean[0, g, 0] * (1 - first_total / total)
-    lse = (reference - math.log2(pmax)) * math.log(2) + math.log(total)
+    lse = (reference - math.log2(pmax) + above) * math.log(2) + math.log(total)
     if tensors.mean_scores is not None:
         lse += float(tensors.mean_scores[0, h, i]) / math.sqrt(q.head_dim)
     return out, lse

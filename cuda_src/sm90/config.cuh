@@ -15,6 +15,7 @@ struct Config {
     static constexpr int DV = CONFIG_HEAD_DIM_V;
     static constexpr int BN = CONFIG_KEYS;
     static constexpr bool AHEAD = CONFIG_AHEAD;         // 8 bits: a tile comes in two halves, scores of one ahead of the other
+    static constexpr bool LAGGING = CONFIG_LAGGING;     // 8 bits: references stay for a while; else each of those keys' own
     static constexpr int COLUMNS = AHEAD ? BN / 2 : BN;  // keys whose scores become weights together
     static constexpr int GROUPS = CONFIG_GROUPS;        // warpgroups that multiply, 64 query rows each
     static constexpr int STAGES = CONFIG_STAGES;        // tiles of K, and of V, in flight

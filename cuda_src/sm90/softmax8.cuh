@@ -14,7 +14,7 @@
 #if CONFIG_BITS == 8
 namespace cuflash {
 
-constexpr float ABOVE = 4.f, BELOW = 4.f;            // in units of log2, as scores are
+constexpr float ABOVE = Config::LAGGING ? 4.f : 0.f, BELOW = ABOVE;            // in units of log2, as scores are
 constexpr int MOST = 0x43e00000;                     // bits of 448, the largest e4m3; a score at the reference has 448 / 2^ABOVE
 constexpr int LEAST = MOST - (int(ABOVE + BELOW) << 23);
 constexpr float LOG2_WEIGHT = 8.807354922f - ABOVE;  // of a score at the reference
@@ -133,11 +133,66 @@ __device__ __forceinline__ void move_references(Rows& rows, const int (&most)[2]
     }
 }
 
+// A reference of their own: the largest score, whose weight is then exact.
+template <bool HIDDEN>
+__device__ __forceinline__ void choose_references(Rows& rows, const Scores& scores, const KeyFactors& keys, const Seen& seen) {
+    float top[2];
+    bool below = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        top[half] = LOWEST;
+#pragma unroll
+        for (int block = 0; block < Config::COLUMNS / 64; ++block) {
+            const float factor = rows.factor[half] * keys[block];
+            if (HIDDEN) {
+#pragma unroll
+                for (int i = 32 * block + 2 * half; i < 32 * block + 32; i += 4)
+                    top[half] = fmaxf(fmaxf(top[half], exponent<HIDDEN>(scores, i, factor, START * factor, seen)),
+                                      exponent<HIDDEN>(scores, i + 1, factor, START * factor, seen));
+            } else {  // of floats that are not all below 0 the largest has the largest bits
+                int most = __float_as_int(as_float(scores[32 * block + 2 * half]));
+#pragma unroll
+                for (int i = 32 * block + 2 * half; i < 32 * block + 32; i += 4)
+                    most = __vimax3_s32(most, __float_as_int(as_float(scores[i])), __float_as_int(as_float(scores[i + 1])));
+                below |= most < 0;
+                top[half] = fmaxf(top[half], (__int_as_float(most) - START) * factor);
+            }
+        }
+    }
+    if (!HIDDEN && __builtin_expect(__any_sync(~0u, below), 0)) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            top[half] = LOWEST;
+#pragma unroll
+            for (int i = 2 * half; i < Config::COLUMNS / 2; i += 4) {
+                const float factor = rows.factor[half] * keys[i / 32];
+                top[half] = fmaxf(fmaxf(top[half], (as_float(scores[i]) - START) * factor), (as_float(scores[i + 1]) - START) * factor);
+            }
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        top[half] = largest_of_row(top[half]);
+        const bool seen_any = top[half] > LOWEST;
+        top[half] = seen_any ? fmaxf(top[half], rows.most[half] - 20.f) : rows.top[half];
+        rows.most[half] = fmaxf(rows.most[half], top[half]);
+        rows.scale[half] = exp2_approx(rows.top[half] - top[half]);
+        rows.total[half] *= rows.scale[half];
+        rows.top[half] = top[half];
+    }
+}
+
 // Whether references moved, so that out has to be scaled.
 template <bool HIDDEN>
 __device__ __forceinline__ bool weigh(Weights& weights, const Scores& scores, Rows& rows, const KeyFactors& keys, const Seen& seen) {
     float sums[2];
     int most[2];
+    if (!Config::LAGGING) {
+        choose_references<HIDDEN>(rows, scores, keys, seen);
+        make_weights<HIDDEN>(weights, sums, most, scores, rows, keys, seen);
+        rows.total[0] += sums[0], rows.total[1] += sums[1];
+        return true;
+    }
     make_weights<HIDDEN>(weights, sums, most, scores, rows, keys, seen);
     const bool moves = has_to_move(most, rows);
     if (__builtin_expect(moves, 0)) {

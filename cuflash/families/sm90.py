@@ -229,6 +229,7 @@ def _specialisation(variant: _Variant) -> Specialisation:
     config: tuple[tuple[str, int | bool | str], ...] = (
         ("bits", 16),
         ("ahead", False),
+        ("lagging", True),
         ("qk_element", fused.ELEMENT[variant.dtype]),
         ("v_element", fused.ELEMENT[variant.dtype]),
         ("out_element", fused.ELEMENT[variant.dtype]),

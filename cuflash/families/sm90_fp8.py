@@ -129,6 +129,7 @@ def specialisation(variant: Variant) -> Specialisation:
     config: tuple[tuple[str, int | bool | str], ...] = (
         ("bits", 8),
         ("ahead", True),
+        ("lagging", True),
         ("qk_element", element),
         ("v_element", "E4m3"),
         ("out_element", fused.ELEMENT[variant.dtype]),

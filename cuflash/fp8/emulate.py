@@ -147,7 +147,7 @@ class _Block:
         reference = np.where(
             stays | unseen, self.reference, np.maximum(tile_top, self.top - self.octaves)
         )
-        self.top = np.maximum(self.top, reference if self.above else tile_top)
+        self.top = np.maximum(self.top, reference)
         finite = np.where(np.isneginf(reference), np.float32(0), reference)
         scores -= finite - self.log2_weight
         weights = np.exp2(scores, out=scores)
