@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from . import families
-from .arrays import address, may_overlap, module_of, reach
+from .arrays import address, maker_of, may_overlap, module_of, reach
 from .dispatch import choose
 from .operands import ARRAY_OPTIONS, Operands, spec_of
 from .plan import Plan
@@ -43,7 +43,7 @@ class Call:
         self._index, self._current_index = self.device.index, current_index(self.device)
         self.plan = choose(spec, self.device, options.kernel)
         self._spec = spec
-        self._empty = module_of(operands.q).empty
+        self._empty = maker_of(operands.q)
         self._out_shape, self._dtype = (*operands.q.shape[:-1], spec.head_dim_v), operands.q.dtype
         lse_shape = (spec.batch, spec.q_heads, spec.q_len)[4 - operands.q.ndim :]
         self._lse_shape = lse_shape if spec.return_lse else None
