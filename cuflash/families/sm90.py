@@ -54,7 +54,7 @@ _ARGUMENTS = np.dtype(
     },
     align=True,
 )
-_CHANGING = Struct(f"{f'{tensormap.BYTES}s' * len(_MAPS)}{len(_POINTERS)}Q")  # from call to call
+_CHANGING = Struct(f"{len(_MAPS) * tensormap.BYTES}s{len(_POINTERS)}Q")  # from call to call
 
 
 def supports(spec: AttentionSpec, device: Device) -> list[str]:
@@ -124,8 +124,8 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
     counters = tickets.counters(plan.device.index) if variant.bounded else None
 
     @functools.lru_cache(maxsize=256)
-    def maps_at(*addresses: int) -> list[bytes]:
-        return [tensormap.at(*place) for place in zip(layouts, addresses, strict=True)]
+    def maps_at(*addresses: int) -> bytes:
+        return b"".join(map(tensormap.at, layouts, addresses))
 
     def run(operands: Operands) -> None:
         lse, q_lens, kv_lens = operands.lse, operands.q_lens, operands.kv_lens
@@ -134,7 +134,7 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
         if kv_lens is not None:
             kv_lens = lengths_on_device(kv_lens)
         queue(
-            *maps_at(
+            maps_at(
                 operands.q.data.ptr,
                 operands.k.data.ptr,
                 operands.v.data.ptr,
