@@ -103,20 +103,36 @@ class Call:
 
 
 _calls: dict[Any, Call] = {}
-after_fork(_calls.clear)
+_latest: tuple[Any, Call | None] = None, None  # the key found last, and its call
 
 
 def forget() -> None:
     """Drop every kind of call met so far."""
+    global _latest
     _calls.clear()
+    _latest = None, None
+
+
+after_fork(forget)
 
 
 def find(key: tuple[Any, ...]) -> Call | None:
-    """The calls with a key, if there was one before."""
+    """The calls with a key, if there was one before.
+
+    The latest key is compared first: calls of one kind come in a row, and to compare takes less
+    time than to hash.
+    """
+    global _latest
+    latest, call = _latest
+    if key == latest:
+        return call
     try:
-        return _calls.get(key)
+        call = _calls.get(key)
     except TypeError:  # something in it can't be hashed
         return None
+    if call is not None:
+        _latest = key, call
+    return call
 
 
 def add(key: tuple[Any, ...], operands: Operands, options: Options) -> Call:
