@@ -48,7 +48,7 @@ class Call:
         lse_shape = (spec.batch, spec.q_heads, spec.q_len)[4 - operands.q.ndim :]
         self._lse_shape = lse_shape if spec.return_lse else None
         self._lse_dtype = np.float64 if spec.dtype == "float64" else np.float32
-        self._out_reach, self._input_reaches = _reaches(operands)
+        self._clashes = _clashes(operands)
         self._run: Callable[[Operands], None] = _nothing_to_compute
 
     def check(self, operands: Operands) -> None:
@@ -94,11 +94,9 @@ class Call:
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ValueError("out: got a read-only array; expected one that can be written")
         start = address(out)
-        low, high = start + self._out_reach[0], start + self._out_reach[1]
-        for name, first, end in self._input_reaches:
+        for name, low, high in self._clashes:
             array = getattr(operands, name)
-            at = address(array)
-            if at + first < high and low < at + end and may_overlap(out, array):
+            if low < address(array) - start < high and may_overlap(out, array):
                 raise ValueError(f"out: shares memory with {name}; expected memory of its own")
 
 
@@ -154,18 +152,20 @@ def _is_lasting(option: Any) -> bool:
     return isinstance(option, _LASTING) or (type(option) is tuple and all(map(_is_lasting, option)))
 
 
-def _reaches(operands: Operands) -> tuple[tuple[int, int], list[tuple[str, int, int]]]:
-    """The reach of `out`, and that of each input that could share its memory."""
+def _clashes(operands: Operands) -> list[tuple[str, int, int]]:
+    """Inputs that could share memory with `out`, and between which distances from it they do."""
     out = operands.out
     if out is None:
-        return (0, 0), []
+        return []
     inputs = {name: getattr(operands, name) for name in ("q", "k", "v", *ARRAY_OPTIONS)}
     del inputs["out"]
-    return reach(out), [
-        (name, *reach(array))
+    low, high = reach(out)
+    return [
+        (name, low - end, high - first)
         for name, array in inputs.items()
         # Lengths of the host lie elsewhere than an output on the device.
         if array is not None and module_of(array) is module_of(out)
+        for first, end in [reach(array)]
     ]
 
 
