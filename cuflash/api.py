@@ -145,13 +145,15 @@ def attention(
     (8, 100, 64)
     """
     operands = adopt_all(q, k, v, mask, bias, out, q_lens, kv_lens, layout)
-    # All that the checks and the plan depend on; with types, because 1 == 1.0 == True.
+    # All that the checks and the plan depend on; with types, because 1 == 1.0 == True. They come
+    # first, so that values are compared with values of their own types only.
     key = (
-        operands.fingerprints(), scale, causal, causal_align, window, softcap, alibi_slopes, sinks,
-        block_mask, dropout_p, seed, layout, return_lse, kernel, deterministic,
-        type(scale), type(causal), type(causal_align), type(softcap), type(dropout_p), type(layout),
-        type(return_lse), type(kernel), type(deterministic),
-        None if window is None else _member_types(window),
+        operands.fingerprints(),
+        type(scale), type(causal), type(causal_align), type(softcap), type(alibi_slopes),
+        type(sinks), type(block_mask), type(dropout_p), type(seed), type(layout), type(return_lse),
+        type(kernel), type(deterministic), None if window is None else _types(window),
+        scale, causal, causal_align, softcap, alibi_slopes, sinks, block_mask, dropout_p, seed,
+        layout, return_lse, kernel, deterministic, window,
     )  # fmt: skip
     call = calls.find(key)
     if call is None:
@@ -177,8 +179,8 @@ def attention(
     return (result, operands.lse) if return_lse else result
 
 
-def _member_types(window: Any) -> tuple[type, ...]:
-    return tuple(map(type, window)) if type(window) is tuple else ()
+def _types(window: Any) -> tuple[type, ...]:
+    return (tuple, *map(type, window)) if type(window) is tuple else (type(window),)
 
 
 def explain(q: Any, k: Any, v: Any, *, device: Device | str | None = None, **options: Any) -> Plan:

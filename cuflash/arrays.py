@@ -10,9 +10,9 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -221,6 +221,14 @@ def lengths_on_device(lengths: Any) -> Any:
 def module_of(array: Any) -> Any:
     """The array module, `numpy` or `cupy`, that made a native array."""
     return np if isinstance(array, np.ndarray) else sys.modules["cupy"]
+
+
+def maker_of(array: Any) -> Callable[[tuple[int, ...], Any], Any]:
+    """What makes arrays like a native one, of a shape and a dtype, without setting elements."""
+    if isinstance(array, np.ndarray):
+        return np.empty
+    # `cupy.empty` calls the class too, and takes the host some 0.4 us longer.
+    return cast("Callable[..., Any]", sys.modules["cupy"].ndarray)
 
 
 def _from_dlpack(name: str, obj: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from . import families
-from .arrays import address, may_overlap, module_of, reach
+from .arrays import address, maker_of, may_overlap, module_of, reach
 from .dispatch import choose
 from .operands import ARRAY_OPTIONS, Operands, spec_of
 from .plan import Plan
@@ -43,12 +43,12 @@ class Call:
         self._index, self._current_index = self.device.index, current_index(self.device)
         self.plan = choose(spec, self.device, options.kernel)
         self._spec = spec
-        self._empty = module_of(operands.q).empty
+        self._empty = maker_of(operands.q)
         self._out_shape, self._dtype = (*operands.q.shape[:-1], spec.head_dim_v), operands.q.dtype
         lse_shape = (spec.batch, spec.q_heads, spec.q_len)[4 - operands.q.ndim :]
         self._lse_shape = lse_shape if spec.return_lse else None
         self._lse_dtype = np.float64 if spec.dtype == "float64" else np.float32
-        self._out_reach, self._input_reaches = _reaches(operands)
+        self._clashes = _clashes(operands)
         self._run: Callable[[Operands], None] = _nothing_to_compute
 
     def check(self, operands: Operands) -> None:
@@ -94,29 +94,43 @@ class Call:
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ValueError("out: got a read-only array; expected one that can be written")
         start = address(out)
-        low, high = start + self._out_reach[0], start + self._out_reach[1]
-        for name, first, end in self._input_reaches:
+        for name, low, high in self._clashes:
             array = getattr(operands, name)
-            at = address(array)
-            if at + first < high and low < at + end and may_overlap(out, array):
+            if low < address(array) - start < high and may_overlap(out, array):
                 raise ValueError(f"out: shares memory with {name}; expected memory of its own")
 
 
 _calls: dict[Any, Call] = {}
-after_fork(_calls.clear)
+_latest: tuple[Any, Call | None] = None, None  # the key found last, and its call
 
 
 def forget() -> None:
     """Drop every kind of call met so far."""
+    global _latest
     _calls.clear()
+    _latest = None, None
+
+
+after_fork(forget)
 
 
 def find(key: tuple[Any, ...]) -> Call | None:
-    """The calls with a key, if there was one before."""
+    """The calls with a key, if there was one before.
+
+    The latest key is compared first: calls of one kind come in a row, and to compare takes less
+    time than to hash.
+    """
+    global _latest
+    latest, call = _latest
+    if key == latest:
+        return call
     try:
-        return _calls.get(key)
+        call = _calls.get(key)
     except TypeError:  # something in it can't be hashed
         return None
+    if call is not None:
+        _latest = key, call
+    return call
 
 
 def add(key: tuple[Any, ...], operands: Operands, options: Options) -> Call:
@@ -138,18 +152,20 @@ def _is_lasting(option: Any) -> bool:
     return isinstance(option, _LASTING) or (type(option) is tuple and all(map(_is_lasting, option)))
 
 
-def _reaches(operands: Operands) -> tuple[tuple[int, int], list[tuple[str, int, int]]]:
-    """The reach of `out`, and that of each input that could share its memory."""
+def _clashes(operands: Operands) -> list[tuple[str, int, int]]:
+    """Inputs that could share memory with `out`, and between which distances from it they do."""
     out = operands.out
     if out is None:
-        return (0, 0), []
+        return []
     inputs = {name: getattr(operands, name) for name in ("q", "k", "v", *ARRAY_OPTIONS)}
     del inputs["out"]
-    return reach(out), [
-        (name, *reach(array))
+    low, high = reach(out)
+    return [
+        (name, low - end, high - first)
         for name, array in inputs.items()
         # Lengths of the host lie elsewhere than an output on the device.
         if array is not None and module_of(array) is module_of(out)
+        for first, end in [reach(array)]
     ]
 
 

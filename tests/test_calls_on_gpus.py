@@ -33,15 +33,17 @@ class Gpus:
     def array(
         self, address: int, shape: tuple[int, ...], dtype: Any = np.float16, device: int = 0
     ) -> Any:
-        memory = self.cupy.cuda.UnownedMemory(address, 1 << 20, self, device_id=device)
-        pointer = self.cupy.cuda.MemoryPointer(memory, 0)
-        return self.cupy.ndarray(shape, dtype, memptr=pointer)
+        return self.cupy.ndarray(shape, dtype, memptr=self.memory(address, device))
 
-    def empty(self, shape: Any, dtype: Any) -> Any:
-        return self.array(next(self.allocations), shape, dtype, self.current)
+    def memory(self, address: int, device: int) -> Any:
+        memory = self.cupy.cuda.UnownedMemory(address, 1 << 20, self, device_id=device)
+        return self.cupy.cuda.MemoryPointer(memory, 0)
+
+    def allocate(self, size: int) -> Any:
+        return self.memory(next(self.allocations), self.current)
 
     def upload(self, lens: Any) -> Any:
-        return self.empty(lens.shape, np.int64) if isinstance(lens, np.ndarray) else lens
+        return self.cupy.empty(lens.shape, np.int64) if isinstance(lens, np.ndarray) else lens
 
     @contextlib.contextmanager
     def activate(self, device: Any) -> Iterator[None]:
@@ -65,7 +67,7 @@ class Gpus:
 
 
 @pytest.fixture
-def gpus(monkeypatch: Patch) -> Gpus:
+def gpus(monkeypatch: Patch) -> Iterator[Gpus]:
     cupy: Any = pytest.importorskip("cupy")
     found = Gpus(cupy)
     ampere = devices.named("8.0")
@@ -73,13 +75,13 @@ def gpus(monkeypatch: Patch) -> Gpus:
         (devices, "cuda_device", lambda index: dataclasses.replace(ampere, index=index)),
         (calls, "current_index", lambda device: lambda: found.current),
         (calls, "activate", found.activate),
-        (cupy, "empty", found.empty),
         (sm80.module, "load", found.load),
         (sm80, "launcher", found.launcher),
         (sm80, "lengths_on_device", found.upload),
     ):
         monkeypatch.setattr(place, name, stand_in)
-    return found
+    with cupy.cuda.using_allocator(found.allocate):
+        yield found
 
 
 def on(gpus: Gpus, device: int, *, at: int = 1 << 24, dtype: Any = np.float16) -> list[Any]:

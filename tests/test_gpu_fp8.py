@@ -61,8 +61,10 @@ def test_agrees_with_the_emulation(
     out, lse = attention_fp8(
         *map(hopper.asarray, arrays), recipe=recipe, return_lse=True, **options
     )
-    assert relative(out.get(), expected) < 5e-3
-    np.testing.assert_allclose(lse.get(), expected_lse, atol=3e-3)
+    # A weight that rounds the other way moves a single row by more than many.
+    assert relative(out.get(), expected) < (2e-2 if SHAPES[shape][3] == 1 else 5e-3)
+    # Tensor cores sum products of e4m3 in 14 bits, of integers exactly.
+    np.testing.assert_allclose(lse.get(), expected_lse, atol={"f8": 5e-3, "i8": 2e-4}[recipe])
     exact, _ = oracle.attention(*arrays, **options)
     assert relative(out.get(), exact) < 1.05 * relative(expected, exact) + 1e-3
 

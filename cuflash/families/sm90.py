@@ -32,10 +32,8 @@ _LINES = 64  # of scores, that a warpgroup multiplies
 
 # struct Arguments of cuda_src/sm90/config.cuh
 _MAPS = ("q", "k", "v", "out")
-_POINTERS = (
-    *("lse", "q_lens", "kv_lens", "counter"),
-    *("q_scales", "k_scales", "v_scales", "v_means", "lse_shifts"),  # of 8 bits
-)
+_POINTERS = ("lse", "q_lens", "kv_lens", "counter")
+_SCALES = ("q_scales", "k_scales", "v_scales", "v_means", "lse_shifts")  # of 8 bits, else null
 _INTS = (
     *("q_heads", "group", "q_len", "kv_len", "key_blocks", "pack", "rows", "inverse_pack", "packs"),
     *("all_packs", "row_tiles", "tickets", "section"),
@@ -44,7 +42,7 @@ _INTS = (
 _FLOATS = ("factor", "premultiply", "unseen")
 _FIELDS: list[tuple[str, Any]] = [
     *((name, (np.uint64, (tensormap.BYTES // 8,))) for name in _MAPS),
-    *((name, np.uint64) for name in _POINTERS),
+    *((name, np.uint64) for name in _POINTERS + _SCALES),
     *((name, np.int32) for name in _INTS),
     *((name, np.float32) for name in _FLOATS),
 ]
@@ -57,7 +55,9 @@ ARGUMENTS = np.dtype(
     },
     align=True,
 )
-CHANGING = Struct(f"{f'{tensormap.BYTES}s' * len(_MAPS)}{len(_POINTERS)}Q")  # from call to call
+_CHANGING = Struct(f"{len(_MAPS) * tensormap.BYTES}s{len(_POINTERS)}Q")  # from call to call
+# The same with 8 bits.
+CHANGING_WITH_SCALES = Struct(f"{len(_MAPS) * tensormap.BYTES}s{len(_POINTERS) + len(_SCALES)}Q")
 
 
 def supports(spec: AttentionSpec, device: Device) -> list[str]:
@@ -94,7 +94,7 @@ def why(spec: AttentionSpec, device: Device) -> str:
 def plan(spec: AttentionSpec, device: Device) -> Tiling:
     variant = _Variant.of(spec)
     tile = variant.tile
-    cut = Cut.of(spec, variant.tile, variant.bounded)
+    cut = Cut.of(spec, variant.tile.groups * variant.tile.cluster, variant.bounded)
     places = (device.sm_count or _SMS) * tile.resident // tile.cluster
     launch = Launch(
         _specialisation(variant),
@@ -119,17 +119,16 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
     variant = _Variant.of(spec)
     kernel = module.load(launch.module, plan.device).function(launch.module.name)
     queue = launcher(
-        kernel, launch.blocks, launch.threads, launch.shared_memory, CHANGING,
+        kernel, launch.blocks, launch.threads, launch.shared_memory, _CHANGING,
         _lasting_arguments(spec, variant).tobytes(),
     )  # fmt: skip
     of_name = _layouts(spec, variant)
     layouts = [of_name[name] for name in _MAPS]
-    no_scales = (0,) * 5
     counters = tickets.counters(plan.device.index) if variant.bounded else None
 
     @functools.lru_cache(maxsize=256)
-    def maps_at(*addresses: int) -> list[bytes]:
-        return [tensormap.at(*place) for place in zip(layouts, addresses, strict=True)]
+    def maps_at(*addresses: int) -> bytes:
+        return b"".join(map(tensormap.at, layouts, addresses))
 
     def run(operands: Operands) -> None:
         lse, q_lens, kv_lens = operands.lse, operands.q_lens, operands.kv_lens
@@ -138,7 +137,7 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
         if kv_lens is not None:
             kv_lens = lengths_on_device(kv_lens)
         queue(
-            *maps_at(
+            maps_at(
                 operands.q.data.ptr,
                 operands.k.data.ptr,
                 operands.v.data.ptr,
@@ -148,7 +147,6 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
             0 if q_lens is None else q_lens.data.ptr,
             0 if kv_lens is None else kv_lens.data.ptr,
             0 if counters is None else counters.address(),
-            *no_scales,
         )
 
     return run
@@ -267,21 +265,21 @@ class Cut:
     tickets: int
 
     @classmethod
-    def of(cls, spec: AttentionSpec, tile: Tile, bounded: bool) -> Cut:
-        """The one with the fewest pieces of work; of several, the most heads where masks are
-        diagonal, and else the fewest.
+    def of(cls, spec: AttentionSpec, warpgroups: int, bounded: bool) -> Cut:
+        """For `warpgroups` that take neighbouring rows. The one with the fewest pieces of work; of
+        several, the most heads where masks are diagonal, and else the fewest.
         """
         cuts = [
-            cls.packed(spec, tile, pack)
+            cls.packed(spec, warpgroups, pack)
             for pack in range(1, max(min(spec.group, _LINES), 1) + 1)
             if spec.group % pack == 0
         ]
         return min(cuts, key=lambda cut: (cut.tickets, -cut.pack if bounded else cut.pack))
 
     @classmethod
-    def packed(cls, spec: AttentionSpec, tile: Tile, pack: int) -> Cut:
+    def packed(cls, spec: AttentionSpec, warpgroups: int, pack: int) -> Cut:
         rows = _LINES // pack
-        row_tiles = -(-spec.q_len // (rows * tile.groups * tile.cluster))
+        row_tiles = -(-spec.q_len // (rows * warpgroups))
         return cls(pack, rows, row_tiles, spec.batch * spec.q_heads // pack * row_tiles)
 
 
@@ -299,7 +297,7 @@ def _arrays(spec: AttentionSpec) -> dict[str, tuple[tuple[int, int, int, int], P
 def _layouts(spec: AttentionSpec, variant: _Variant) -> dict[str, tensormap.Layout]:
     """Each array in boxes: the lines of a warpgroup, or a block's share of a tile of keys."""
     swizzle_bytes = 2 * panel(variant.head_dim, variant.head_dim_v)
-    cut = Cut.of(spec, variant.tile, variant.bounded)
+    cut = Cut.of(spec, variant.tile.groups * variant.tile.cluster, variant.bounded)
     lines, keys = (cut.pack, cut.rows), (1, variant.tile.keys // variant.tile.cluster)
     boxes = {"q": lines, "k": keys, "v": keys, "out": lines}
     return {
@@ -320,7 +318,7 @@ def _section(spec: AttentionSpec, pack: int, item_size: int) -> int:
 
 def _lasting_arguments(spec: AttentionSpec, variant: _Variant) -> np.ndarray[Any, Any]:
     """`struct Arguments` without what changes with each call."""
-    cut = Cut.of(spec, variant.tile, variant.bounded)
+    cut = Cut.of(spec, variant.tile.groups * variant.tile.cluster, variant.bounded)
     arguments = arguments_of(spec, cut, spec.item_size)
     premultiply, factor = spec.score_factors
     arguments["premultiply"] = premultiply or 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..fp8.gpu_quantizer import Codes, Shapes
@@ -19,17 +19,48 @@ from ..runtime.launch import launcher
 from ..runtime.specialisation import Specialisation
 from ..spec import AttentionSpec
 from . import fused
-from .sm90 import CHANGING, Cut, arguments_of
-from .sm90_tiles import Tile
+from .sm90 import CHANGING_WITH_SCALES, Cut, arguments_of
 
 _SMS = 132
 _QK_ELEMENT = {"e4m3": ("E4m3", "float"), "int8": ("Int8", "int")}
 
-# By buckets of the head dim, without and with a diagonal mask.
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A block's share of the work: 64 query rows for each warpgroup, and keys at a time.
+
+    `ahead`: in two halves, scores of one ahead of the other; else the values of a tile beside the
+    scores of the next. `cluster`: blocks that share loads of keys and values.
+    """
+
+    keys: int
+    groups: int
+    ahead: bool = False
+    cluster: int = 1
+
+    @property
+    def q_rows(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def reference_keys(self) -> int:
+        """Keys whose weights have one reference."""
+        return self.keys // 2 if self.ahead else self.keys
+
+
+# By reference and bucket of the head dim, without and with a diagonal mask, which share
+# `reference_keys`: results don't depend on the mask's kind.
 _TILES = {
-    64: (Tile(128, 3), Tile(128, 3)),
-    128: (Tile(128, 2), Tile(128, 2)),
-    256: (Tile(128, 2), Tile(128, 2)),
+    "lagging": {
+        64: (Tile(128, 3), Tile(128, 3)),
+        128: (Tile(128, 2), Tile(128, 2)),
+        256: (Tile(64, 2), Tile(64, 2)),
+    },
+    "tile": {
+        64: (Tile(128, 3), Tile(128, 3)),
+        128: (Tile(128, 2), Tile(128, 2)),
+        256: (Tile(128, 2), Tile(128, 2)),
+    },
 }
 _STAGES = {64: 3, 128: 3, 256: 2}
 
@@ -61,7 +92,7 @@ def reasons_against(spec: AttentionSpec, recipe: Fp8Recipe, device: Device) -> l
         "k_block": ("columns", 64, 128),
         "v_block": ("channel",),
         "p_scale": (448.0,),
-        "reference": ("lagging",),
+        "reference": tuple(_TILES),
         "first_tile_16bit": (False,),
     }
     reasons += [
@@ -80,12 +111,18 @@ def reasons_against(spec: AttentionSpec, recipe: Fp8Recipe, device: Device) -> l
     return reasons
 
 
+def bucket_of(head_dim: int) -> int:
+    """The head dim that a kernel is compiled for, at or above the true one."""
+    return next(dim for dim in _STAGES if head_dim <= dim)
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """What the kernel is compiled for."""
 
     head_dim: int  # bucket
     qk_dtype: str
+    reference: str
     dtype: str  # of out
     bounded: bool
     left: bool
@@ -95,13 +132,15 @@ class Variant:
     @classmethod
     def of(cls, spec: AttentionSpec, recipe: Fp8Recipe) -> Variant:
         bounded = (spec.left, spec.right) != (None, None)
-        bucket = next(dim for dim in _TILES if spec.head_dim <= dim)
-        tile = _TILES[bucket][bounded]
+        bucket = bucket_of(spec.head_dim)
+        tile = _TILES[recipe.reference][bucket][bounded]
         if tile.cluster > 1 and spec.q_len <= tile.q_rows:
-            tile = Tile(tile.keys, tile.groups, ping_pong=tile.ping_pong)
+            tile = replace(tile, cluster=1)  # else one of each pair would have no rows
         lengths = spec.has_q_lens or spec.has_kv_lens
         left = spec.left is not None
-        return cls(bucket, recipe.qk_dtype, spec.dtype, bounded, left, lengths, tile)
+        return cls(
+            bucket, recipe.qk_dtype, recipe.reference, spec.dtype, bounded, left, lengths, tile
+        )
 
     @property
     def shared_memory(self) -> int:
@@ -121,15 +160,16 @@ def specialisation(variant: Variant) -> Specialisation:
         "left": variant.left,
         "lengths": variant.lengths,
         f"{tile.q_rows}x{tile.keys}": True,
-        "turns": tile.ping_pong,
+        "own": variant.reference == "tile",
+        "ahead": tile.ahead,
         "pair": tile.cluster > 1,
     }
     dims = variant.head_dim, variant.head_dim
     name = fused.module_name("sm90_fp8", dims, variant.dtype, marks)
     config: tuple[tuple[str, int | bool | str], ...] = (
         ("bits", 8),
-        ("ahead", True),
-        ("lagging", True),
+        ("ahead", tile.ahead),
+        ("lagging", variant.reference == "lagging"),
         ("qk_element", element),
         ("v_element", "E4m3"),
         ("out_element", fused.ELEMENT[variant.dtype]),
@@ -141,7 +181,7 @@ def specialisation(variant: Variant) -> Specialisation:
         ("stages", _STAGES[variant.head_dim]),
         ("cluster", tile.cluster),
         ("resident", 1),
-        ("ping_pong", tile.ping_pong),
+        ("ping_pong", False),
         ("out_over_q", False),
         ("bounded", variant.bounded),
         ("left", variant.left),
@@ -160,7 +200,7 @@ def prepare(
     """
     variant = Variant.of(spec, recipe)
     tile, dim = variant.tile, variant.head_dim
-    cut = Cut.of(spec, tile, variant.bounded)
+    cut = Cut.of(spec, tile.groups * tile.cluster, variant.bounded)
     shapes = Shapes.of(spec, dim)
     arguments = arguments_of(spec, cut, 1)
     arguments["key_blocks"] = shapes.key_blocks
@@ -170,7 +210,7 @@ def prepare(
     places = (device.sm_count or _SMS) // tile.cluster
     queue = launcher(
         kernel, min(places, cut.tickets) * tile.cluster, 128 * (tile.groups + 1),
-        variant.shared_memory, CHANGING, arguments.tobytes(),
+        variant.shared_memory, CHANGING_WITH_SCALES, arguments.tobytes(),
     )  # fmt: skip
     layouts = _layouts(spec, variant, cut, shapes)
     counters = tickets.counters(device.index) if variant.bounded else None
@@ -178,7 +218,7 @@ def prepare(
     def run(codes: Codes, out: int, lse: int, q_lens: int, kv_lens: int) -> None:
         addresses = (codes.q_codes, codes.k_codes, codes.v_codes, out)
         queue(
-            *(tensormap.at(*place) for place in zip(layouts, addresses, strict=True)),
+            b"".join(map(tensormap.at, layouts, addresses)),
             lse, q_lens, kv_lens, 0 if counters is None else counters.address(),
             codes.q_scales, codes.k_scales, codes.v_scales, codes.v_means,
             codes.lse_shifts if lse else 0,
@@ -192,7 +232,7 @@ def _layouts(
 ) -> list[tensormap.Layout]:
     """Of codes in boxes, and of the output."""
     dim, tile = variant.head_dim, variant.tile
-    row = min(dim, 128)
+    row, v_row = min(dim, 128), 128 if tile.keys % 128 == 0 else 64
     lines, keys = (cut.pack, cut.rows), (1, tile.keys // tile.cluster)
     q = spec.batch, spec.q_heads, spec.q_len, dim
     k = spec.batch, spec.kv_heads, spec.kv_len, dim
@@ -201,7 +241,7 @@ def _layouts(
     return [
         tensormap.Layout.of("uint8", q, _contiguous(q), lines, row),
         tensormap.Layout.of("uint8", k, _contiguous(k), keys, row),
-        tensormap.Layout.of("uint8", v, _contiguous(v), (1, dim // tile.cluster), 128),
+        tensormap.Layout.of("uint8", v, _contiguous(v), (1, dim // tile.cluster), v_row),
         tensormap.Layout.of(spec.dtype, out, spec.out.strides, lines, 128),
     ]
 

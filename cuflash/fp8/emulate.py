@@ -1,6 +1,6 @@
 """The 8-bit kernel on NumPy arrays: the same tiles, roundings and order of steps, in float32.
 
-Online softmax over tiles of 64 keys, from the last to the first (Dao 2023, section 3.1), with P in
+Online softmax over tiles of keys, from the last to the first (Dao 2023, section 3.1), with P in
 e4m3 (FlashAttention-3, section 3.3; SageAttention2). What a tile's weights are relative to may go
 below the running maximum, so that the weights of every tile use the range of e4m3; results so far
 then grow by a factor, up to 2**20, instead of shrinking. Memory beside the inputs is that of one
@@ -28,8 +28,12 @@ Array = np.ndarray[Any, Any]
 _OCTAVES_BELOW = 20.0
 # How far a tile's maximum may be above and below a lagging reference, in octaves.
 _ABOVE, _BELOW = 4.0, 4.0
-_KEYS = 64  # of a tile
 _BLOCK_ROWS = 1024  # one tile of scores is half a MiB
+
+
+def tile_keys(reference: str, head_dim: int) -> int:
+    """Keys of a tile, which share a reference, as the GPU kernel takes them."""
+    return 64 if reference == "lagging" and head_dim > 128 else TILE_KEYS
 
 
 def attend(
@@ -122,6 +126,7 @@ class _Block:
         self.after = None if before is None or spec.softcap is None else np.float32(after)
 
         rows = len(self.q)
+        self.tile_keys = tile_keys(recipe.reference, q.head_dim)
         self.above, self.below = (_ABOVE, _BELOW) if recipe.reference == "lagging" else (0.0, 0.0)
         # Of the weight of a score at the reference; the largest is p_scale.
         self.log2_weight = np.float32(math.log2(recipe.p_scale) - self.above)
@@ -135,14 +140,17 @@ class _Block:
     def run(self) -> None:
         begin, end = self.spec.key_range(self.first, self.last - 1, self.diagonal, self.keys.length)
         if begin < end:
-            for j in reversed(range(begin // _KEYS * _KEYS, end, _KEYS)):
-                self.add_tile(j, min(j + _KEYS, self.keys.length))
+            keys = self.tile_keys
+            for j in reversed(range(begin // keys * keys, end, keys)):
+                self.add_tile(j, min(j + keys, self.keys.length))
 
     def add_tile(self, begin: int, end: int) -> None:
         scores = self.scores(begin, end)
         tile_top = scores.max(axis=-1, keepdims=True)
         unseen = np.isneginf(tile_top)
-        stays = (tile_top <= self.reference + self.above) & (tile_top >= self.reference - self.below)
+        stays = (tile_top <= self.reference + self.above) & (
+            tile_top >= self.reference - self.below
+        )
         # A row that sees none of the tile stays as it is, whichever rows it is computed with.
         reference = np.where(
             stays | unseen, self.reference, np.maximum(tile_top, self.top - self.octaves)

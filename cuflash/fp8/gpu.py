@@ -59,6 +59,6 @@ def attend(spec: AttentionSpec, recipe: Fp8Recipe, operands: Operands) -> tuple[
 def _prepared(
     spec: AttentionSpec, recipe: Fp8Recipe, device: Device
 ) -> tuple[Callable[..., gpu_quantizer.Codes], Callable[..., None]]:
-    bucket = sm90_fp8.Variant.of(spec, recipe).head_dim
+    bucket = sm90_fp8.bucket_of(spec.head_dim)
     quantize = gpu_quantizer.prepare(spec, recipe, device, bucket)
     return quantize, sm90_fp8.prepare(spec, recipe, device)

@@ -19,7 +19,7 @@ TILE_KEYS = 128
 
 QK_DTYPES = ("e4m3", "int8")
 ROTATIONS = ("hadamard", "orthogonal")
-REFERENCES = ("lagging", "tile", "running")
+REFERENCES = ("tile", "lagging", "running")
 ACCUMULATIONS = ("fp32", "two_level", "single")
 _TOKENS = (32, 64, 128, 256)
 Q_BLOCKS: tuple[Block, ...] = ("tensor", "head", *_TOKENS, "token")
@@ -68,10 +68,11 @@ class Fp8Recipe:
         Add the mean rounding error of v to the result too.
     p_scale : float
         Weights reach this size before rounding; above 0, up to 448.
-    reference : {"lagging", "tile", "running"}
-        What the weights of 64 keys are relative to: an earlier row maximum while theirs is within
-        16 times of it, and else their own (``"lagging"``); their own; or the running maximum as in
-        FlashAttention-2. The first two go down to 20 octaves below the largest one before.
+    reference : {"tile", "lagging", "running"}
+        What a tile's weights are relative to: its own row maximum, whose weight then is exact; an
+        earlier one, as long as its own is within a factor of 16, which saves time; or the running
+        maximum as in FlashAttention-2. The first two are at most 20 octaves below the largest one
+        before.
     accumulate : {"fp32", "two_level", "single"}
         How P V is summed: in float32; or as FP8 tensor cores do, which align 32 products and the
         sum so far to the largest exponent and keep 13 fraction bits, each tile by itself and then
@@ -103,7 +104,7 @@ class Fp8Recipe:
     center_v: bool = True
     residual_mean: bool = True
     p_scale: float = 448.0
-    reference: str = "lagging"
+    reference: str = "tile"
     accumulate: str = "fp32"
     first_tile_16bit: bool = False
 
@@ -230,7 +231,7 @@ _PLAIN = Fp8Recipe(
     p_scale=256.0,
     reference="running",
 )
-_F8 = Fp8Recipe()
+_F8 = Fp8Recipe(reference="lagging")
 _I8 = Fp8Recipe(qk_dtype="int8")
 
 PRESETS: dict[str, Fp8Recipe] = {

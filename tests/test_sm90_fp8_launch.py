@@ -1,0 +1,160 @@
+"""What the 8-bit family hands to its kernel, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash import ArrayInfo
+from cuflash.families import sm90, sm90_fp8
+from cuflash.families.sm90_fp8 import Variant
+from cuflash.fp8 import PRESETS, Fp8Recipe, emulate
+from cuflash.fp8.gpu_quantizer import Codes
+from cuflash.fp8.inputs import checked_spec
+from cuflash.operands import adopt_all
+from cuflash.runtime.device import named
+from cuflash.runtime.tensormap import Layout
+from cuflash.spec import AttentionSpec, Options
+
+HOPPER = named("9.0")
+CODES = Codes(None, *range(0x1000, 0x9000, 0x1000))
+OUT, LSE, LENS, COUNTER = 0xA000, 0xB000, 0xC000, 0xD000
+NAMES = {CODES.q_codes: "q", CODES.k_codes: "k", CODES.v_codes: "v", OUT: "out"}
+REFERENCES = ("tile", "lagging")
+DIMS = (24, 64, 96, 128, 200, 256)
+
+
+def spec_of(dim: int = 128, **options: Any) -> AttentionSpec:
+    """Of 2 entries, 8 query and 2 kv heads, 1,000 queries and 1,500 keys."""
+    q = ArrayInfo((2, 8, 1000, dim), "float16", "cuda:0")
+    k = ArrayInfo((2, 2, 1500, dim), "float16", "cuda:0")
+    operands = adopt_all(q, k, k, None, None, None, None, None, "bhsd", stand_ins=True)
+    return checked_spec(operands, Options(layout="bhsd", **options))
+
+
+class Kernel:
+    """Stands for a compiled kernel, its launcher, the maker of tensor maps and the counters."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.maps: dict[str, Layout] = {}
+        self.arguments: Any = None
+        function = SimpleNamespace(function=lambda name: self)
+        patch.setattr(sm90_fp8.module, "load", lambda module, device: function)
+        patch.setattr(sm90_fp8, "launcher", self.launcher)
+        patch.setattr(sm90_fp8.tensormap, "at", self.map_at)
+        counters = SimpleNamespace(address=lambda: COUNTER)
+        patch.setattr(sm90_fp8.tickets, "counters", lambda index: counters)
+
+    def launcher(self, kernel: Any, blocks: int, threads: int, shared_memory: int,
+                 changing: Struct, struct: bytes) -> Callable[..., None]:  # fmt: skip
+        self.blocks, self.threads, self.shared_memory = blocks, threads, shared_memory
+
+        def launch(*values: Any) -> None:
+            given = changing.pack(*values) + struct[changing.size :]
+            self.arguments = np.frombuffer(given, sm90.ARGUMENTS)[0]
+
+        return launch
+
+    def map_at(self, layout: Layout, address: int) -> bytes:
+        self.maps[NAMES[address]] = layout
+        return address.to_bytes(8, "little") * 16
+
+    def run(self, spec: AttentionSpec, recipe: Fp8Recipe) -> Any:
+        sm90_fp8.prepare(spec, recipe, HOPPER)(CODES, OUT, LSE, 0, LENS)
+        return self.arguments
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    return Kernel(monkeypatch)
+
+
+def test_every_argument_reaches_the_kernel(kernel: Kernel) -> None:
+    found = kernel.run(spec_of(scale=0.25, causal=True), PRESETS["f8"])
+    for address, name in NAMES.items():
+        assert (found[name] == address).all()
+    given = {
+        "lse": LSE, "q_lens": 0, "kv_lens": LENS, "counter": COUNTER,
+        "q_scales": CODES.q_scales, "k_scales": CODES.k_scales, "v_scales": CODES.v_scales,
+        "v_means": CODES.v_means, "lse_shifts": CODES.lse_shifts,
+        "q_heads": 8, "group": 4, "q_len": 1000, "kv_len": 1500, "key_blocks": 24,
+    }  # fmt: skip
+    assert {name: int(found[name]) for name in given} == given
+    assert found["factor"] == np.float32(0.25 / np.log(2))
+    assert kernel.blocks == min(132, found["tickets"])
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_boxes_bring_the_bytes_that_are_waited_for(
+    reference: str, causal: bool, dim: int, kernel: Kernel
+) -> None:
+    """Fewer would have the kernel wait for ever."""
+    recipe = Fp8Recipe(reference=reference)
+    spec = spec_of(dim, causal=causal)
+    kernel.run(spec, recipe)
+    variant = Variant.of(spec, recipe)
+    tile, bucket = variant.tile, variant.head_dim
+    row = min(bucket, 128)  # of Q and K in shared memory; of V keys of as many bytes
+    v_row = 128 if tile.keys % 128 == 0 else 64
+    q, k, v, out = (kernel.maps[name] for name in ("q", "k", "v", "out"))
+    assert q.box[0] * bucket // row * np.prod(q.box[1:]) == bucket // row * row * 64
+    assert k.box[0] * k.box[2] * (bucket // row) * tile.cluster == tile.keys * bucket
+    assert v.box[0] * v.box[2] * (tile.keys // v_row) * tile.cluster == tile.keys * bucket
+    assert out.box[0] * 2 == 128
+    for name, layout in kernel.maps.items():
+        item_size = 2 if name == "out" else 1
+        assert layout.dtype == ("float16" if name == "out" else "uint8")
+        assert layout.box[0] * item_size == layout.swizzle_bytes
+        assert all(step % 16 == 0 for step in layout.byte_strides)
+    assert (q.swizzle_bytes, k.swizzle_bytes, v.swizzle_bytes) == (row, row, v_row)
+    assert q.sizes == (bucket, 8, 1000, 2)
+    assert q.byte_strides == (1000 * bucket, bucket, 8000 * bucket)
+    assert v.sizes[0] % tile.keys == 0
+    assert v.sizes[0] >= 1500
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_the_emulation_has_the_kernels_tiles(reference: str, dim: int) -> None:
+    recipe = Fp8Recipe(reference=reference)
+    keys = {
+        Variant.of(spec_of(dim, causal=causal), recipe).tile.reference_keys
+        for causal in (False, True)
+    }
+    assert keys == {emulate.tile_keys(reference, dim)}
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_blocks_have_the_shared_memory_that_there_is(reference: str, dim: int) -> None:
+    variant = Variant.of(spec_of(dim), Fp8Recipe(reference=reference))
+    assert variant.shared_memory <= 232_448
+    config = dict(sm90_fp8.specialisation(variant).config)
+    assert config["shared_memory"] == variant.shared_memory
+    assert config["lagging"] == (reference == "lagging")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"reference": "running"}, "takes reference lagging or tile, not running"),
+        ({"first_tile_16bit": True}, "takes first_tile_16bit False, not True"),
+        ({"v_block": 64}, "takes v_block channel, not 64"),
+        ({"rotation": "orthogonal"}, "no matrix"),
+    ],
+)
+def test_what_it_does_not_take(changes: dict[str, Any], reason: str) -> None:
+    (found,) = sm90_fp8.reasons_against(spec_of(), Fp8Recipe(**changes), HOPPER)
+    assert reason in found
+    assert sm90_fp8.reasons_against(spec_of(), PRESETS["f8"], HOPPER) == []
+    older = named("8.0")
+    assert "needs compute capability 9.0, not 8.0" in sm90_fp8.reasons_against(
+        spec_of(), PRESETS["f8"], older
+    )
