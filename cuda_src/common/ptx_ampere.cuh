@@ -51,6 +51,15 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 #undef CUFLASH_WAIT
 }
 
+__device__ __forceinline__ void store_float(u32 shared, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
+}
+__device__ __forceinline__ float load_float(u32 shared) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared) : "memory");
+    return x;
+}
+
 // st.shared.v4.b32
 __device__ __forceinline__ void store_unit(u32 shared, const u32 (&from)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(from[0]), "r"(from[1]), "r"(from[2]),

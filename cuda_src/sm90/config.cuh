@@ -22,7 +22,7 @@ struct Config {
     static constexpr int CLUSTER = CONFIG_CLUSTER;      // blocks that share loads of K and V
     static constexpr int RESIDENT = CONFIG_RESIDENT;    // blocks on a multiprocessor
     static constexpr bool OVERLAP = RESIDENT == 1;      // products beside softmax in a warpgroup; else another block's are
-    static constexpr bool PING_PONG = CONFIG_PING_PONG;  // warpgroups take turns to issue products
+    static constexpr bool PING_PONG = CONFIG_PING_PONG;  // warpgroups take turns, to issue products or, of 8 bits, at softmax
     static constexpr bool OUT_OVER_Q = CONFIG_OUT_OVER_Q;  // in shared memory; else in a buffer of its own
     static constexpr bool BOUNDED = CONFIG_BOUNDED;        // causal or window
     static constexpr bool DYNAMIC = BOUNDED;               // work by tickets drawn, else by a static stride
@@ -49,7 +49,7 @@ static_assert(Config::D % Config::QK_PANEL == 0 && Config::DV % Config::OUT_PANE
 static_assert(Config::V_COLUMNS % Config::V_PANEL == 0, "whole panels");
 static_assert(Config::BN % 16 == 0 && Config::BN / Config::CLUSTER % 8 == 0, "whole steps, whole swizzles");
 static_assert(!Config::EIGHT || Config::COLUMNS % 64 == 0 && Config::SCORES == 0 && Config::RESIDENT == 1 &&
-                                    !Config::PING_PONG && !Config::OUT_OVER_Q, "what walk8.cuh does");
+                                    !Config::OUT_OVER_Q, "what walk8.cuh does");
 static_assert(Config::EIGHT || !Config::AHEAD, "registers for 16 bits are lacking");
 static_assert(Config::CLUSTER == 1 || !Config::DYNAMIC, "the blocks of a pair would have to agree on a ticket");
 
@@ -93,8 +93,9 @@ struct Shared {
     static constexpr u32 v_full = k_empty + 8 * Config::STAGES, v_empty = v_full + 8 * Config::STAGES;
     static constexpr u32 q_full = v_empty + 8 * Config::STAGES, q_empty = q_full + 8 * Config::GROUPS;
     static constexpr u32 work_full = q_empty + 8 * Config::GROUPS, work_empty = work_full + 16;
+    static constexpr u32 zero = work_empty + 16, sums = zero + 4;  // numbers, read and written for order alone
     static constexpr u32 BYTES = works + 1024;
-    static_assert(work_empty + 16 <= BYTES, "barriers and records");
+    static_assert(sums + 4 * Config::GROUPS <= BYTES, "barriers, records and numbers");
     static_assert(Q_GROUP % 512 == 0 && K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && O_GROUP % 512 == 0, "swizzles");
     static_assert(!Config::OUT_OVER_Q || O_GROUP <= Q_GROUP, "out takes the place of Q");
     static_assert(BYTES == CONFIG_SHARED_MEMORY && BYTES <= (Config::RESIDENT == 2 ? 115712 : 232448),

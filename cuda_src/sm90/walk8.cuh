@@ -68,12 +68,22 @@ struct Consumer : Warpgroup {
     __device__ __forceinline__ bool weigh_turn(Weights& next, Scores& scores, int first_key, const Work& work, Rows& rows,
                                                const KeyFactors& keys) const {
         const Seen seen = sight_of(work).from(first_key, a);
-        if (HIDDEN && (Config::DV > 128 || Config::LEFT)) {
+        constexpr bool IN_PLACE = HIDDEN && (Config::DV > 128 || Config::LEFT);
+        if (IN_PLACE) {
             wait_products<0>();
             hide(scores, seen);
-            return weigh<false>(next, scores, rows, keys, seen);
         }
-        return weigh<HIDDEN>(next, scores, rows, keys, seen);
+        // Exponentials of two warpgroups at a time would end together, and leave nothing to do beside both their products.
+        await_turn();
+        if (Config::PING_PONG) {  // what comes from memory after a barrier can't be used before it
+            const float zero = load_float(base + Shared::zero);
+            rows.top[0] += zero, rows.top[1] += zero;
+        }
+        const bool moved = weigh<HIDDEN && !IN_PLACE>(next, scores, rows, keys, seen);
+        if (Config::PING_PONG && !Config::LAGGING)  // nor what is stored before a barrier be computed after it
+            store_float(base + Shared::sums + 4 * group, rows.total[0] + rows.total[1]);
+        pass_turn();
+        return moved;
     }
 
     // A half of a tile, AHEAD: its scores become weights; then its products with values begin, and those of the same half of

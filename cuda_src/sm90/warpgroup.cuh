@@ -106,7 +106,7 @@ struct Warpgroup {
             await_turn();
             pass_turn();
         };
-        if (BEFORE)
+        if (BEFORE || Config::EIGHT)
             barrier_wait(k_full(), place.parity);
         else
             turn();
@@ -115,7 +115,12 @@ struct Warpgroup {
         meet(STORE + group, 128);
         release(k_empty()), release(base + Shared::v_empty + 8 * place.slot);
         place.next();
-        if (BEFORE) turn();
+        if (Config::EIGHT) {  // turns at softmax
+#pragma unroll
+            for (int i = 0; i < Config::BN / Config::COLUMNS; ++i) await_turn(), pass_turn();
+        } else if (BEFORE) {
+            turn();
+        }
     }
 
     // Of a line's row in arrays of (entries, heads, rows).
