@@ -17,7 +17,7 @@ STRUCTS = [
     pytest.param("standard/softmax.cu", "Chunk", standard._CHUNK, id="standard"),
     pytest.param("sm80/forward.cu", "Arguments", sm80._ARGUMENTS, id="sm80"),
     pytest.param("sm90/config.cuh", "Arguments", sm90.ARGUMENTS, id="sm90"),
-    pytest.param("fp8/quantize.cu", "Arguments", gpu_quantizer.ARGUMENTS, id="quantize"),
+    pytest.param("fp8/problem.cuh", "Arguments", gpu_quantizer.ARGUMENTS, id="quantize"),
 ]
 
 

@@ -23,6 +23,9 @@ __device__ __forceinline__ void copy_async(u32 shared, const void* global, int b
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
+// cp.async.wait_all: until every copy has come that this thread has begun.
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // mbarrier: a barrier in shared memory, whose phases each take `arrivals`. Who arrives need not wait. Phases alternate in
 // parity, the first one's being 0; a wait for the parity of the phase before it returns at once.
 __device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {

@@ -1,6 +1,7 @@
 """q, k and v of 16 bits to codes and scales on a GPU, as the kernel of 8 bits takes them.
 
-The kernels are `cuda_src/fp8/quantize.cu`.
+The kernels are `cuda_src/fp8/quantize.cu`. They do the operations of `quantize` one by one: from
+the same statistics come the same codes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ from ..spec import AttentionSpec
 from .recipe import Fp8Recipe
 from .rotation import rotation_of
 
+_SMS = 132
 _CHUNK, _TILE, _KEYS = 256, 128, 64  # as in the source
-_STATISTICS = 6
+_RECORDS = {"q_partial": 1, "k_partial": 2, "v_partial": 3}
+# Threads of a block of codes, and blocks of a multiprocessor, by buckets of the head dim: as many
+# as have room for a row in registers, in one thread or in four, and for two tiles in shared memory.
+_BLOCKS = {64: (128, 4), 128: (128, 3), 256: (512, 1)}
 _ALIGNMENT = 256
 _SHARING: dict[Any, int] = {"token": 0, "columns": 1, 64: 2, 128: 3}
 _LARGEST = {"e4m3": "448.f", "int8": "127.f"}
@@ -31,12 +36,14 @@ _QK_ELEMENT = {"e4m3": "E4m3", "int8": "Int8"}
 
 _INPUTS = ("q", "k", "v")
 _POINTERS = (
-    *("q_lens", "kv_lens", "partial", "k_mean", "balance", "v_means", "v_scales", "signs"),
-    *("q_codes", "k_codes", "v_codes", "q_scales", "k_scales", "lse_shifts", "residual"),
+    *("q_lens", "kv_lens", "q_partial", "k_partial", "v_partial"),
+    *("k_means", "q_factors", "k_factors", "v_means", "v_scales", "signs"),
+    *("q_codes", "k_codes", "v_codes", "q_scales", "k_scales", "lse_shifts", "code_sums"),
 )
 _INTS = (
-    *("q_heads", "kv_heads", "q_len", "kv_len", "dim", "chunks", "key_blocks"),
-    *("q_sharing", "k_sharing", "center_k", "center_v", "balanced", "signs_per_head", "mixed"),
+    *("entries", "q_heads", "kv_heads", "group", "q_len", "kv_len", "dim"),
+    *("q_chunks", "kv_chunks", "key_blocks"),
+    *("q_sharing", "k_sharing", "center_k", "center_v", "balanced", "signs_per_head"),
 )
 ARGUMENTS = np.dtype(
     [
@@ -61,25 +68,38 @@ class Shapes:
     kv_len: int
     dim: int  # bucket
     key_blocks: int  # of 64 keys, a multiple of what any tile of keys has
-    chunks: int
+    q_chunks: int
+    kv_chunks: int
 
     @classmethod
     def of(cls, spec: AttentionSpec, dim: int) -> Shapes:
         """Of a problem in a bucket of the head dim."""
         key_blocks = -(-spec.kv_len // 384) * 6
-        chunks = -(-max(spec.q_len, spec.kv_len) // _CHUNK)
+        q_chunks, kv_chunks = -(-spec.q_len // _CHUNK), -(-spec.kv_len // _CHUNK)
         heads = spec.batch, spec.q_heads, spec.kv_heads
-        return cls(*heads, spec.q_len, spec.kv_len, dim, key_blocks, chunks)
+        return cls(*heads, spec.q_len, spec.kv_len, dim, key_blocks, q_chunks, kv_chunks)
+
+    @property
+    def tiles(self) -> int:
+        """Of 128 rows of q, k and v."""
+        q_tiles = self.q_heads * -(-self.q_len // _TILE)
+        return self.batch * (q_tiles + self.kv_heads * self.key_blocks)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Bytes of each array."""
         queries, heads = self.batch * self.q_heads * self.q_len, self.batch * self.kv_heads
         of_channels = 4 * heads * self.dim
+        chunks = {
+            "q_partial": self.batch * self.q_heads * self.q_chunks,
+            "k_partial": heads * self.kv_chunks,
+            "v_partial": heads * self.kv_chunks,
+        }
         return {
-            "partial": of_channels * self.chunks * _STATISTICS,
-            "k_mean": of_channels,
-            "balance": of_channels,
+            **{name: 4 * self.dim * _RECORDS[name] * count for name, count in chunks.items()},
+            "k_means": of_channels,
+            "q_factors": of_channels,
+            "k_factors": of_channels,
             "v_means": of_channels,
             "v_scales": of_channels,
             "q_codes": queries * self.dim,
@@ -88,7 +108,7 @@ class Shapes:
             "q_scales": 4 * queries,
             "k_scales": 4 * heads * self.key_blocks * 4,
             "lse_shifts": 4 * queries,
-            "residual": of_channels * self.key_blocks,
+            "code_sums": of_channels * self.key_blocks // 2,
         }
 
 
@@ -107,16 +127,27 @@ class Codes:
     lse_shifts: int
 
 
-def specialisation(dim: int, dtype: str, qk_dtype: str) -> Specialisation:
-    """The module for a bucket of the head dim."""
-    name = fused.module_name("quantize", (dim, dim), dtype, {qk_dtype: True})
+def specialisation(dim: int, dtype: str, qk_dtype: str, mixed: int) -> Specialisation:
+    """The module for a bucket of the head dim, of which `mixed` channels are rotated together."""
+    marks = {qk_dtype: True, f"mixed{mixed}": mixed > 1}
+    name = fused.module_name("quantize", (dim, dim), dtype, marks)
+    threads, resident = _BLOCKS[dim]
     config = (
         ("head_dim", dim),
+        ("mixed", mixed),
         ("element", fused.ELEMENT[dtype]),
         ("qk_element", _QK_ELEMENT[qk_dtype]),
         ("largest", _LARGEST[qk_dtype]),
+        ("threads", threads),
+        ("resident", resident),
+        ("shared_memory", _shared_memory(dim)),
     )
     return Specialisation("fp8/quantize.cu", name, config, exact_arch=True)
+
+
+def _shared_memory(dim: int) -> int:
+    """Bytes of a block of codes: two tiles, 16 bytes after each row, and two numbers a channel."""
+    return 2 * (_TILE * (2 * dim + 16) + 2 * 4 * dim)
 
 
 def prepare(
@@ -128,27 +159,18 @@ def prepare(
     import cupy
 
     shapes = Shapes.of(spec, dim)
-    loaded = module.load(specialisation(dim, spec.dtype, recipe.qk_dtype), device)
     rotation = rotation_of(recipe, spec.head_dim, spec.kv_heads)
+    compiled = specialisation(dim, spec.dtype, recipe.qk_dtype, rotation.block)
+    loaded = module.load(compiled, device)
     signs = None
     if rotation.signs is not None:
         padded = np.zeros((len(rotation.signs), dim), np.float32)
         padded[:, : rotation.dim] = rotation.signs[:, 0]
         signs = cupy.asarray(padded)
-    heads, q_rows = spec.batch * spec.kv_heads, spec.batch * spec.q_heads
-    grids = {
-        "statistics": (shapes.chunks * heads, 256),
-        "summary": (heads, dim),
-        "queries": (-(-spec.q_len // _TILE) * q_rows, 256),
-        "keys": (shapes.key_blocks // 2 * heads, 256),
-        "values": (shapes.key_blocks * heads, 256),
-    }
-    if recipe.residual_mean:
-        grids["residual"] = (heads, dim)
     struct = _lasting_arguments(spec, recipe, shapes, rotation.block, signs).tobytes()
     queues = [
-        launcher(loaded.function(f"cuflash_fp8_{name}"), blocks, threads, 0, _CHANGING, struct)
-        for name, (blocks, threads) in grids.items()
+        launcher(loaded.function(f"cuflash_fp8_{name}"), *cut, _CHANGING, struct)
+        for name, cut in _cuts(recipe, shapes, device.sm_count or _SMS).items()
     ]
     places: dict[str, int] = {}
     end = 0
@@ -163,8 +185,8 @@ def prepare(
         at["q_lens"], at["kv_lens"] = q_lens, kv_lens
         at["signs"] = 0 if signs is None else signs.data.ptr
         if not recipe.residual_mean:
-            at["residual"] = 0
-        if not recipe.center_k:
+            at["code_sums"] = 0
+        if not (recipe.center_k and spec.return_lse):
             at["lse_shifts"] = 0
         values = []
         for array in (q, k, v):
@@ -177,6 +199,26 @@ def prepare(
     return run
 
 
+def _cuts(recipe: Fp8Recipe, shapes: Shapes, sms: int) -> dict[str, tuple[int, int, int]]:
+    """Blocks, threads of each, and its bytes of shared memory, of each kernel in its turn."""
+    heads = shapes.batch * shapes.kv_heads
+    chunks = heads * shapes.kv_chunks
+    if recipe.center_k or recipe.balance:
+        chunks += heads * shapes.kv_chunks
+    if recipe.balance:
+        chunks += shapes.batch * shapes.q_heads * shapes.q_chunks
+    threads, resident = _BLOCKS[shapes.dim]
+    of_channels = heads * shapes.dim // 32, 512, 0
+    cuts = {
+        "statistics": (chunks, 128, 0),
+        "summary": of_channels,
+        "codes": (min(shapes.tiles, sms * resident), threads, _shared_memory(shapes.dim)),
+    }
+    if recipe.residual_mean:
+        cuts["means"] = of_channels
+    return cuts
+
+
 def _lasting_arguments(
     spec: AttentionSpec, recipe: Fp8Recipe, shapes: Shapes, mixed: int, signs: Any
 ) -> np.ndarray[Any, Any]:
@@ -185,13 +227,14 @@ def _lasting_arguments(
     for name in ("q_heads", "kv_heads", "q_len", "kv_len"):
         arguments[name] = getattr(spec, name)
     arguments["dim"] = spec.head_dim
-    arguments["chunks"], arguments["key_blocks"] = shapes.chunks, shapes.key_blocks
+    arguments["entries"], arguments["group"] = spec.batch, spec.q_heads // spec.kv_heads
+    for name in ("q_chunks", "kv_chunks", "key_blocks"):
+        arguments[name] = getattr(shapes, name)
     arguments["q_sharing"] = _SHARING[recipe.q_block]
     arguments["k_sharing"] = _SHARING[recipe.k_block]
     arguments["center_k"], arguments["center_v"] = recipe.center_k, recipe.center_v
     arguments["balanced"] = recipe.balance
     arguments["signs_per_head"] = recipe.rotation_per_head
-    arguments["mixed"] = mixed if signs is not None else 1
     arguments["root"] = 1 / math.sqrt(mixed)
     arguments["scale"] = spec.scale
     return arguments

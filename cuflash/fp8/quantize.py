@@ -130,14 +130,13 @@ def _quantize_scores(
         mean = keys.mean()
         keys = keys.minus(mean)
         mean_scores = (queries.rows @ mean.swapaxes(-1, -2)).reshape(q_shape)
-    balance = None
+    balance, inverse = None, None
     if recipe.balance:
         balance = _balance(queries, keys)
-        queries = queries.with_rows(queries.rows * balance)
-        keys = keys.with_rows(keys.rows / balance)
+        inverse = 1 / balance
     rotation = rotation_of(recipe, head_dim, kv_heads)
-    q_rows = queries.masked(rotation.apply(queries.rows)).reshape(*q_shape, rotation.dim)
-    k_rows = keys.masked(rotation.apply(keys.rows))
+    q_rows = queries.masked(rotation.apply(queries.rows, balance)).reshape(*q_shape, rotation.dim)
+    k_rows = keys.masked(rotation.apply(keys.rows, inverse))
     q_codes, q_scale = _round(q_rows, recipe.q_block, recipe.qk_dtype)
     k_codes, k_scale = _round(k_rows, recipe.k_block, recipe.qk_dtype)
 

@@ -42,16 +42,21 @@ class Rotation:
     block: int = 1
     matrix: Array | None = None
 
-    def apply(self, rows: Array) -> Array:
-        """float32 rows (..., heads, n, head_dim), rotated: (..., heads, n, dim)."""
-        if self.matrix is not None:
-            product: Array = rows @ self.matrix
-            return product
+    def apply(self, rows: Array, factors: Array | None = None) -> Array:
+        """float32 rows (..., heads, n, head_dim), times `factors` (..., heads, 1, head_dim) where
+        they are given, rotated: (..., heads, n, dim).
+        """
         if self.signs is None:
-            return rows
+            scaled: Array = rows if factors is None else rows * factors
+            return scaled if self.matrix is None else scaled @ self.matrix
+        # One factor per channel for all there is to multiply with, as the kernel has it.
+        weights = self.signs * self._norm
+        if factors is not None:
+            weights = np.array(np.broadcast_to(weights, (*factors.shape[:-1], self.dim)))
+            weights[..., : self.head_dim] *= factors
         padded = np.zeros((*rows.shape[:-1], self.dim), np.float32)
         padded[..., : self.head_dim] = rows
-        padded *= self.signs
+        padded *= weights
         return self._mix(padded)
 
     def undo(self, rows: Array) -> Array:
@@ -62,13 +67,17 @@ class Rotation:
         if self.signs is None:
             return rows
         mixed = self._mix(rows)
-        mixed *= self.signs
+        mixed *= self.signs * self._norm
         return mixed[..., : self.head_dim]
 
+    @property
+    def _norm(self) -> np.float32:
+        """What makes the Hadamard matrix of a block orthogonal."""
+        norm: np.float32 = np.float32(1 / math.sqrt(self.block))
+        return norm
+
     def _mix(self, rows: Array) -> Array:
-        blocks = walsh_hadamard(rows.reshape(-1, self.block))
-        blocks *= np.float32(1 / math.sqrt(self.block))
-        mixed: Array = blocks.reshape(rows.shape)
+        mixed: Array = walsh_hadamard(rows.reshape(-1, self.block)).reshape(rows.shape)
         return mixed
 
 

@@ -1,0 +1,224 @@
+// Statistics per channel: a block has a chunk of rows, then one a head. Sums go in one order, the same in each run.
+#pragma once
+
+#include "fp8/problem.cuh"
+
+namespace cuflash {
+
+constexpr int CHUNK_THREADS = 128;
+constexpr int CHUNK_WARPS = CHUNK_THREADS / 32;
+constexpr int ROWS_AT_ONCE = CHUNK_THREADS / UNITS;
+constexpr int IN_FLIGHT = 8;     // loads of 16 bytes of a thread
+constexpr int CHUNKS_AT_ONCE = 5;  // blocks of a multiprocessor: 80 KB are on their way to it, of which half would do
+
+constexpr int SUMMARY_WARPS = 16;  // of a block, whose lanes have a channel each
+constexpr int SUMMARY_THREADS = 32 * SUMMARY_WARPS;
+
+// What a thread has of its 8 channels: `take` has another row's, `expect` comes while rows are on their way.
+struct QueryRecords {
+    float all[Q_RECORDS][8] = {};
+
+    __device__ __forceinline__ void expect() {}
+    __device__ __forceinline__ void take(const float (&x)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) all[0][i] += x[i] * x[i];
+    }
+    static __device__ __forceinline__ float join(int, float x, float y) { return x + y; }
+};
+
+struct KeyRecords {
+    uint4 first_unit;
+    float first[8], all[K_RECORDS][8] = {};
+
+    __device__ __forceinline__ KeyRecords(const uint4& unit) : first_unit(unit) {}
+    // To the compiler the unit changes, or it would wait for it before the first rows are asked for.
+    __device__ __forceinline__ void expect() {
+        asm volatile("" : "+r"(first_unit.x), "+r"(first_unit.y), "+r"(first_unit.z), "+r"(first_unit.w));
+        to_floats(first, first_unit);
+    }
+    // A mean far from 0 costs no digits of a difference.
+    __device__ __forceinline__ void take(const float (&x)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float difference = x[i] - first[i];
+            all[0][i] += difference, all[1][i] += difference * difference;
+        }
+    }
+    static __device__ __forceinline__ float join(int, float x, float y) { return x + y; }
+};
+
+struct ValueRecords {
+    float all[V_RECORDS][8] = {};
+
+    __device__ __forceinline__ ValueRecords() {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) all[1][i] = all[2][i] = minus_infinity();
+    }
+    __device__ __forceinline__ void expect() {}
+    __device__ __forceinline__ void take(const float (&x)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) all[0][i] += x[i], all[1][i] = fmaxf(all[1][i], x[i]), all[2][i] = fmaxf(all[2][i], -x[i]);
+    }
+    static __device__ __forceinline__ float join(int record, float x, float y) { return record == 0 ? x + y : fmaxf(x, y); }
+};
+
+typedef float WarpRecords[V_RECORDS][CHUNK_WARPS][D];
+
+// Those of a chunk of a head's rows, which end before `end`.
+template <int RECORDS, class Records>
+__device__ __forceinline__ void take_chunk(Records records, const Input& from, int entry, int head, int chunk, int end, int dim,
+                                           float* to, WarpRecords& shares) {
+    const int unit = threadIdx.x % UNITS, warp = threadIdx.x / 32;
+    const int last = unit * 8 < dim ? min(end, (chunk + 1) * CHUNK) : 0;  // dims are multiples of 8
+    const i64 step = ROWS_AT_ONCE * from.row;
+    int row = chunk * CHUNK + threadIdx.x / UNITS;
+    const u16* at = row_of(from, entry, head, row) + unit * 8;
+#pragma unroll 1
+    for (; row < last; row += IN_FLIGHT * ROWS_AT_ONCE, at += IN_FLIGHT * step) {
+        uint4 units[IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; ++i)
+            if (row + i * ROWS_AT_ONCE < last) units[i] = __ldg(reinterpret_cast<const uint4*>(at + i * step));
+        records.expect();
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; ++i) {
+            if (row + i * ROWS_AT_ONCE >= last) continue;
+            float x[8];
+            to_floats(x, units[i]);
+            records.take(x);
+        }
+    }
+
+#pragma unroll
+    for (int record = 0; record < RECORDS; ++record)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float& all = records.all[record][i];
+#pragma unroll
+            for (int other = UNITS; other < 32; other *= 2) all = records.join(record, all, __shfl_xor_sync(~0u, all, other));
+            if (threadIdx.x % 32 < UNITS) shares[record][warp][unit * 8 + i] = all;
+        }
+    __syncthreads();
+    for (int i = threadIdx.x; i < RECORDS * D; i += CHUNK_THREADS) {
+        const int record = i / D, channel = i % D;
+        float all = shares[record][0][channel];
+#pragma unroll
+        for (int other = 1; other < CHUNK_WARPS; ++other) all = records.join(record, all, shares[record][other][channel]);
+        to[i] = all;
+    }
+}
+
+// Blocks for chunks of Q where it is balanced, of K where it is balanced or centred, and of V.
+__device__ __forceinline__ void take_statistics(const Arguments& a) {
+    __shared__ WarpRecords shares;
+    const int of_queries = a.balanced ? a.entries * a.q_heads * a.q_chunks : 0, of_keys = a.entries * a.kv_heads * a.kv_chunks;
+    int block = blockIdx.x;
+    if (block < of_queries) {
+        const int chunk = block % a.q_chunks, head = block / a.q_chunks % a.q_heads, entry = block / a.q_chunks / a.q_heads;
+        take_chunk<Q_RECORDS>(QueryRecords(), a.q, entry, head, chunk, used(a.q_lens, entry, a.q_len), a.dim,
+                              a.q_partial + i64(block) * (Q_RECORDS * D), shares);
+        return;
+    }
+    block -= of_queries;
+    const bool of_k = (a.balanced || a.center_k) && block < of_keys;
+    if ((a.balanced || a.center_k) && !of_k) block -= of_keys;
+    const int chunk = block % a.kv_chunks, head = block / a.kv_chunks % a.kv_heads, entry = block / a.kv_chunks / a.kv_heads;
+    const int keys = used(a.kv_lens, entry, a.kv_len);
+    if (of_k) {
+        uint4 first = make_uint4(0, 0, 0, 0);
+        const int channel = threadIdx.x % UNITS * 8;
+        if (keys > 0 && channel < a.dim) first = __ldg(reinterpret_cast<const uint4*>(row_of(a.k, entry, head, 0) + channel));
+        take_chunk<K_RECORDS>(KeyRecords(first), a.k, entry, head, chunk, keys, a.dim,
+                              a.k_partial + i64(block) * (K_RECORDS * D), shares);
+    } else {
+        take_chunk<V_RECORDS>(ValueRecords(), a.v, entry, head, chunk, keys, a.dim,
+                              a.v_partial + i64(block) * (V_RECORDS * D), shares);
+    }
+}
+
+// A block of `summarise` or `finish_means` has a head and 32 of its channels.
+struct Channel {
+    int head_of_all, entry, head, channel;
+    i64 at;  // in arrays of (entries, kv_heads, D)
+
+    __device__ __forceinline__ Channel(const Arguments& a) {
+        head_of_all = blockIdx.x / (D / 32), channel = blockIdx.x % (D / 32) * 32 + threadIdx.x % 32;
+        entry = head_of_all / a.kv_heads, head = head_of_all % a.kv_heads, at = i64(head_of_all) * D + channel;
+    }
+};
+
+// Means, factors and V's scales. Each warp goes through its share of the chunks, then one has the channel's numbers.
+__device__ __forceinline__ void summarise(const Arguments& a) {
+    enum { K_SUM, K_SQUARES, V_SUM, V_MOST, V_MOST_NEGATED, Q_SQUARES, ALL };
+    __shared__ float shares[SUMMARY_WARPS][ALL][32];
+    const Channel c(a);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto join = [](int which, float x, float y) { return which == V_MOST || which == V_MOST_NEGATED ? fmaxf(x, y) : x + y; };
+    float all[ALL] = {0.f, 0.f, 0.f, minus_infinity(), minus_infinity(), 0.f};
+    const bool read_k = a.balanced || a.center_k;
+#pragma unroll 4
+    for (int chunk = warp; chunk < a.kv_chunks; chunk += SUMMARY_WARPS) {
+        const i64 place = i64(c.head_of_all) * a.kv_chunks + chunk;
+        const float* k = a.k_partial + place * (K_RECORDS * D) + c.channel;
+        const float* v = a.v_partial + place * (V_RECORDS * D) + c.channel;
+#pragma unroll
+        for (int i = 0; i < K_RECORDS; ++i)
+            if (read_k) all[K_SUM + i] = join(K_SUM + i, all[K_SUM + i], k[i * D]);
+#pragma unroll
+        for (int i = 0; i < V_RECORDS; ++i) all[V_SUM + i] = join(V_SUM + i, all[V_SUM + i], v[i * D]);
+    }
+    const int q_chunks = a.balanced ? a.group * a.q_chunks : 0;  // of the heads that share the keys, one after another
+    const float* q = a.q_partial + i64(c.head_of_all) * q_chunks * (Q_RECORDS * D) + c.channel;
+#pragma unroll 8
+    for (int chunk = warp; chunk < q_chunks; chunk += SUMMARY_WARPS) all[Q_SQUARES] += q[i64(chunk) * (Q_RECORDS * D)];
+#pragma unroll
+    for (int i = 0; i < ALL; ++i) shares[warp][i][lane] = all[i];
+    __syncthreads();
+    if (warp > 0) return;
+#pragma unroll
+    for (int i = 0; i < ALL; ++i)
+        for (int other = 1; other < SUMMARY_WARPS; ++other) all[i] = join(i, all[i], shares[other][i][lane]);
+
+    const int length = used(a.kv_lens, c.entry, a.kv_len);
+    const float keys = max(length, 1), queries = float(max(used(a.q_lens, c.entry, a.q_len), 1)) * a.group;
+    const bool exists = length > 0 && c.channel < a.dim;
+    const float first = exists ? low_of(row_of(a.k, c.entry, c.head, 0)[c.channel], CONFIG_ELEMENT()) : 0.f;
+    const float moved = all[K_SUM] / keys, k_mean = first + moved;
+    a.k_means[c.at] = a.center_k ? k_mean : 0.f;
+
+    const float variance = fmaxf(all[K_SQUARES] / keys - moved * moved, 0.f);
+    const float k_size = a.center_k ? variance : variance + k_mean * k_mean, q_size = all[Q_SQUARES] / queries;
+    float balance = 1.f;
+    if (a.balanced && k_size > 0.f && q_size > 0.f && is_finite(k_size) && is_finite(q_size))
+        balance = fminf(fmaxf(sqrtf(sqrtf(k_size / q_size)), 1.f / 256.f), 256.f);
+    float weight = a.root;
+    if (a.signs != nullptr) weight *= a.signs[(a.signs_per_head ? c.head * D : 0) + c.channel];
+    a.q_factors[c.at] = __fmul_rn(weight, balance);
+    a.k_factors[c.at] = __fmul_rn(weight, __frcp_rn(balance));
+
+    const float v_mean = all[V_SUM] / keys, taken = a.center_v ? v_mean : 0.f;
+    float size = fmaxf(fabsf(all[V_MOST] - taken), fabsf(-all[V_MOST_NEGATED] - taken));
+    if (!exists) size = 0.f;
+    if (!is_finite(v_mean)) size = __int_as_float(0x7fc00000);  // of NaN, which the largest leave out
+    a.v_scales[c.at] = scale_for(size, LARGEST_V);
+    a.v_means[c.at] = a.center_v || a.code_sums != nullptr ? v_mean : 0.f;
+}
+
+// V's mean, taken out or not, was to be added to out as far as its codes lack it: they have a mean themselves, after rounding.
+__device__ __forceinline__ void finish_means(const Arguments& a) {
+    __shared__ float shares[SUMMARY_WARPS][32];
+    const Channel c(a);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = a.key_blocks / 2;
+    const float* sums = a.code_sums + i64(c.head_of_all) * tiles * D + c.channel;
+    float sum = 0.f;
+#pragma unroll 8
+    for (int tile = warp; tile < tiles; tile += SUMMARY_WARPS) sum += sums[i64(tile) * D];
+    shares[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0) return;
+    for (int other = 1; other < SUMMARY_WARPS; ++other) sum += shares[other][lane];
+    const float keys = max(used(a.kv_lens, c.entry, a.kv_len), 1);
+    a.v_means[c.at] -= a.v_scales[c.at] * (sum / keys);
+}
+
+}  // namespace cuflash

@@ -1,0 +1,77 @@
+// Tiles of 128 rows of Q, K or V, and how they come to shared memory while the block works on the one before.
+#pragma once
+
+#include "fp8/problem.cuh"
+
+namespace cuflash {
+
+constexpr int THREADS = CONFIG_THREADS;
+constexpr int WARPS = THREADS / 32;
+
+enum Role { QUERIES, KEYS, VALUES };
+
+// 16 bytes after each row put what a warp reads at once, 16 bytes of each of 8 rows, into different banks.
+struct Stage {
+    unsigned char rows[TILE][2 * D + 16];
+    float means[D];    // of K, also for Q, whose rows times these are lse_shifts; or of V
+    float factors[D];  // of Q or K; or scales of V
+};
+static_assert(2 * sizeof(Stage) == CONFIG_SHARED_MEMORY, "the bytes in fp8/gpu_quantizer.py");
+
+// What a tile is of.
+struct Work {
+    Role role;
+    int entry, head, kv_head, tile;
+    int end, length;  // rows that are used, and that there are
+
+    __device__ __forceinline__ i64 head_of_all(const Arguments& a) const {
+        return i64(entry) * (role == QUERIES ? a.q_heads : a.kv_heads) + head;
+    }
+};
+
+// Those that the statistics read last come first: some of their rows are in the L2 cache still.
+__device__ __forceinline__ Work work_of(const Arguments& a, int index) {
+    const u32 q_tiles = (a.q_len + TILE - 1) / TILE, kv_tiles = a.key_blocks / 2;  // divisions of unsigned take half as long
+    const u32 of_queries = a.entries * a.q_heads * q_tiles, of_keys = a.entries * a.kv_heads * kv_tiles;
+    u32 place = of_queries + 2 * of_keys - 1 - index;
+    Work work;
+    work.role = place < of_queries ? QUERIES : place < of_queries + of_keys ? KEYS : VALUES;
+    place -= work.role == QUERIES ? 0 : work.role == KEYS ? of_queries : of_queries + of_keys;
+    const u32 tiles = work.role == QUERIES ? q_tiles : kv_tiles, heads = work.role == QUERIES ? a.q_heads : a.kv_heads;
+    const u32 head_of_all = place / tiles, entry = head_of_all / heads;
+    work.tile = place - head_of_all * tiles, work.head = head_of_all - entry * heads, work.entry = entry;
+    work.kv_head = work.role == QUERIES ? u32(work.head) / u32(a.group) : work.head;
+    work.length = work.role == QUERIES ? a.q_len : a.kv_len;
+    work.end = used(work.role == QUERIES ? a.q_lens : a.kv_lens, work.entry, work.length);
+    return work;
+}
+
+// How many tiles there are.
+__device__ __forceinline__ int tiles_of(const Arguments& a) {
+    return a.entries * (a.q_heads * ((a.q_len + TILE - 1) / TILE) + a.kv_heads * a.key_blocks);
+}
+
+// Copies of a tile begin; rows past the end and channels past the dim are 0.
+__device__ __forceinline__ void begin_loads(Stage& stage, const Work& work, const Arguments& a) {
+    constexpr int ROWS_AT_ONCE = THREADS / UNITS;
+    const Input& from = work.role == QUERIES ? a.q : work.role == KEYS ? a.k : a.v;
+    const int unit = threadIdx.x % UNITS, first = threadIdx.x / UNITS;
+    const int rows = unit * 8 < a.dim ? work.end - work.tile * TILE : 0;  // dims are multiples of 8
+    const u16* at = row_of(from, work.entry, work.head, work.tile * TILE + first) + unit * 8;
+    const i64 step = ROWS_AT_ONCE * from.row;
+    const u32 to = shared_address(&stage.rows[first][16 * unit]);
+#pragma unroll
+    for (int i = 0; i < TILE / ROWS_AT_ONCE; ++i, at += step)
+        copy_async(to + i * ROWS_AT_ONCE * int(sizeof(stage.rows[0])), at, first + i * ROWS_AT_ONCE < rows ? 16 : 0);
+
+    const i64 of_head = (i64(work.entry) * a.kv_heads + work.kv_head) * D;
+    const float* means = (work.role == VALUES ? a.v_means : a.k_means) + of_head;
+    const float* factors = (work.role == VALUES ? a.v_scales : work.role == KEYS ? a.k_factors : a.q_factors) + of_head;
+    const int place = threadIdx.x * 4;
+    if (place < D)
+        copy_async(shared_address(stage.means + place), means + place, 16);
+    else if (place < 2 * D)
+        copy_async(shared_address(stage.factors + place - D), factors + place - D, 16);
+}
+
+}  // namespace cuflash
