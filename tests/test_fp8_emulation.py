@@ -476,7 +476,8 @@ def test_one_tile_in_16_bit_has_v_of_16_bit() -> None:
 
 
 def test_weights_of_the_first_tile_are_rounded_to_16_bit() -> None:
-    q, k, v = normal(1, 1, q_len=8, kv_len=128, dim=32, dtype=np.float32)
+    # Inputs with no weight so near to the middle of two halves that float32 takes the other one.
+    q, k, v = normal(1, 1, q_len=8, kv_len=128, dim=32, dtype=np.float32, seed=1)
     out = attention_fp8(q, k, v, recipe="i8+")[0, 0]
     tensors = quantize_fp8(q, k, v, "i8+")
     rows = np.array([one_row(tensors, 0, i, np.ones(128, bool))[0] for i in range(8)])
