@@ -198,7 +198,7 @@ __device__ __forceinline__ bool weigh(Weights& weights, const Scores& scores, Ro
     if (__builtin_expect(moves, 0)) {
         rows.scale[0] = rows.scale[1] = 1.f;
         Seen again = seen;  // not kept as predicates from above
-        asm volatile("" : "+r"(again.low[0]), "+r"(again.low[1]), "+r"(again.high[0]), "+r"(again.high[1]));
+        if (HIDDEN) asm volatile("" : "+r"(again.low[0]), "+r"(again.low[1]), "+r"(again.high[0]), "+r"(again.high[1]));
         move_references<HIDDEN>(rows, most, scores, keys, again);
         make_weights<HIDDEN>(weights, sums, most, scores, rows, keys, again);
     }

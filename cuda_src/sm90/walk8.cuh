@@ -68,7 +68,7 @@ struct Consumer : Warpgroup {
     __device__ __forceinline__ bool weigh_turn(Weights& next, Scores& scores, int first_key, const Work& work, Rows& rows,
                                                const KeyFactors& keys) const {
         const Seen seen = sight_of(work).from(first_key, a);
-        constexpr bool IN_PLACE = HIDDEN && (Config::DV > 128 || Config::LEFT);
+        constexpr bool IN_PLACE = HIDDEN && (Config::DV > 128 || Config::LEFT || Config::GROUPS == 3);
         if (IN_PLACE) {
             wait_products<0>();
             hide(scores, seen);
@@ -137,13 +137,12 @@ struct Consumer : Warpgroup {
         KeyScales scales(work, span, a);
         Scores scores;
         Weights weights, next;
-        int left = span.end - span.begin - 1;  // tiles after this one
-        KeyFactors keys;
         bool first = true;
         for_tiles(span.end - 1, span, [&](int tile, auto hidden) {
             const Place<Config::STAGES> before = place;
             if (!first) place.next();
-            scales.take(keys, left > 0, a);
+            KeyFactors keys;
+            scales.take(keys, tile > span.begin, a);
             barrier_wait(k_full(), place.parity);
             start_scores(scores);
             begin_scores(scores, place.slot);
@@ -155,13 +154,13 @@ struct Consumer : Warpgroup {
                 wait_products<0>();
             }
             release(k_empty());
-            if (left == 0) release_queries();
+            if (tile == span.begin) release_queries();
             const bool moved = weigh_turn<decltype(hidden)::value>(next, scores, tile * Config::BN, work, rows, keys);
             wait_products<0>();
             if (!first) release(v_empty(before.slot));
             copy(weights, next);
             if (moved) scale_out(out, rows);
-            first = false, --left;
+            first = false;
         });
         await_values();
         begin_values(out, weights, place.slot);
