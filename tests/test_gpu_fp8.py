@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from cuflash import oracle
-from cuflash.fp8 import PRESETS, Fp8Recipe, attention_fp8
+from cuflash.fp8 import (
+    PRESETS,
+    Fp8Recipe,
+    attention_fp8,
+    attention_quantized,
+    quantize_fp8,
+)
 
 pytestmark = pytest.mark.gpu
 SHAPES = {  # batch, heads, kv heads, queries, keys
@@ -87,6 +93,37 @@ def test_parts_of_recipes(recipe: str, changes: dict[str, Any], hopper: ModuleTy
     expected = attention_fp8(*arrays, recipe=chosen)
     out = attention_fp8(*map(hopper.asarray, arrays), recipe=chosen)
     assert relative(out.get(), expected) < 5e-3
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("recipe", ["f8", "i8"])
+def test_codes_are_those_of_numpy(recipe: str, dim: int, layout: str, hopper: ModuleType) -> None:
+    arrays = inputs(SHAPES["tails"], dim)
+    if layout == "bshd":
+        arrays = [np.ascontiguousarray(array.swapaxes(1, 2)) for array in arrays]
+    expected = quantize_fp8(*arrays, recipe, layout=layout)
+    found = quantize_fp8(*map(hopper.asarray, arrays), recipe, layout=layout)
+    for name in "qkv":
+        mine, its = getattr(found, name), getattr(expected, name)
+        # Statistics are summed in another order.
+        assert (mine.data.get() != its.data).mean() < 1e-3
+        np.testing.assert_allclose(mine.scale.get(), its.scale, rtol=1e-5)
+        assert relative(mine.dequantize().get(), its.dequantize()) < 2e-3
+
+
+@pytest.mark.parametrize("rank", [2, 4])
+def test_quantised_once_and_attended_to_often(rank: int, hopper: ModuleType) -> None:
+    arrays = [hopper.asarray(a) for a in inputs((1, 1, 1, 150, 333), 128)]
+    arrays = [array[(0,) * (4 - rank)] for array in arrays]
+    tensors = quantize_fp8(*arrays, "f8")
+    for options in ({}, {"causal": True, "scale": 0.3}, {"window": (50, 0)}):
+        expected, lse = attention_fp8(*arrays, return_lse=True, **options)
+        out = hopper.full_like(arrays[0], np.nan)
+        found = attention_quantized(tensors, return_lse=True, out=out, **options)
+        assert found[0] is out
+        assert bool((out == expected).all())
+        assert bool((found[1] == lse).all())
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -30,10 +30,12 @@ LAYERS = (
     ("plan", "fp8.rotation", "fp8.scales", "fp8.inputs"),
     ("reference", "fp8.tensors"),
     ("families", "families.fused", "families.sm90_tiles"),  # the first loads others by name
-    ("fp8.quantize", "fp8.emulate", "fp8.gpu_quantizer"),
+    ("fp8.emulate", "fp8.gpu_quantizer"),
     ("families.reference", "families.sm80", "families.sm90", "families.standard"),
     ("families.sm90_fp8",),
+    ("fp8.gpu_tensors",),
     ("fp8.gpu",),
+    ("fp8.quantize",),
     ("fp8.attention",),
     ("fp8", "fp8.baselines", "fp8.distributions"),
     ("fp8.sweeps",),

@@ -42,13 +42,12 @@ struct Arguments {
     unsigned char* v_codes;  // (entries, kv_heads, D, key_blocks * 64), 16 keys in the order of `quantize_values`
     float* q_scales;     // (entries, q_heads, q_len)
     float* k_scales;     // (entries, kv_heads, key_blocks, 4)
-    float* lse_shifts;   // (entries, q_heads, q_len); or null
+    float* lse_shifts;   // (entries, q_heads, q_len): products of rows with the mean of K; or null
     float* code_sums;    // (entries, kv_heads, key_blocks / 2, D): of V's codes; or null
     int entries, q_heads, kv_heads, group, q_len, kv_len, dim, q_chunks, kv_chunks, key_blocks;
     int q_sharing, k_sharing;
     int center_k, center_v, balanced, signs_per_head;  // whether
     float root;   // 1 / sqrt(MIXED)
-    float scale;  // of attention, for lse_shifts
 };
 static_assert(sizeof(Arguments) == 312, "the fields and sizes in fp8/gpu_quantizer.py");
 

@@ -116,7 +116,7 @@ __device__ __forceinline__ void quantize_rows(Stage& stage, const Work& work, co
 
     if (!of_k && a.lse_shifts != nullptr) {
         const float shift = times_mean(own + 2 * part * CHANNELS, stage.means + part * CHANNELS);
-        if (part == 0 && row < work.length) a.lse_shifts[work.head_of_all(a) * a.q_len + row] = shift * a.scale;
+        if (part == 0 && row < work.length) a.lse_shifts[work.head_of_all(a) * a.q_len + row] = shift;
     }
     Channels x;
     if (of_k)

@@ -63,7 +63,7 @@ struct __align__(64) Arguments {
     const float* k_scales;   // (entries, kv_heads, key_blocks, 4): of 64 keys, those that a thread of a quad holds
     const float* v_scales;   // (entries, kv_heads, DV)
     const float* v_means;    // (entries, kv_heads, DV): what is added to out; or null
-    const float* lse_shifts; // (entries, q_heads, q_len): what is added to lse; or null
+    const float* lse_shifts; // (entries, q_heads, q_len): what scores lack, before they are scaled; or null
     int q_heads, group, q_len, kv_len, key_blocks;
     int pack;                // heads of a group that lie side by side, row by row, in what a warpgroup works on
     int rows;                // of each of them: 64 / pack

@@ -133,7 +133,7 @@ struct Warpgroup {
         return there ? __ldg(a.q_scales + place_of(half, work)) : 1.f;
     }
     __device__ __forceinline__ float lse_shift(int half, const Work& work) const {
-        return Config::EIGHT && a.lse_shifts != nullptr ? a.lse_shifts[place_of(half, work)] : 0.f;
+        return Config::EIGHT && a.lse_shifts != nullptr ? a.lse_shifts[place_of(half, work)] * (a.factor * 0.693147181f) : 0.f;
     }
     // Values of 8 bits get back their scales, and what they are the differences from.
     __device__ __forceinline__ void finish(const Work& work, Out& out, float (&inverse)[2]) const {

@@ -13,6 +13,7 @@ from ..operands import Operands, adopt_all, bhsd_view
 from ..spec import AttentionSpec, Options
 from ..validate import one_of
 from .emulate import attend
+from .gpu_tensors import GpuFp8Tensors
 from .inputs import DTYPES, check_out, checked_spec
 from .quantize import quantize_operands
 from .recipe import Fp8Recipe, recipe_of
@@ -65,7 +66,7 @@ def attention_fp8(
     ValueError, TypeError
         Naming the argument, what was given and what is expected, before anything runs.
     NotImplementedError
-        For GPU arrays: the kernel is to come.
+        For GPU arrays, with each reason why the kernel does not take them.
 
     Notes
     -----
@@ -147,11 +148,16 @@ def attention_quantized(
     if not isinstance(tensors, Fp8Tensors):
         raise TypeError(f"tensors: got {type(tensors).__name__}; expected Fp8Tensors")
     dtype = one_of("dtype", tensors.dtype if dtype is None else dtype, DTYPES)
-    q, k, v = (
-        ArrayInfo((*tensor.data.shape[:-1], tensor.head_dim), dtype, CPU)
-        for tensor in (tensors.q, tensors.k, tensors.v)
-    )
-    layout = tensors.q.layout
+    on_gpu = tensors if isinstance(tensors, GpuFp8Tensors) else None
+    if on_gpu is None:
+        layout, device = tensors.q.layout, CPU
+        shapes = [
+            (*tensor.data.shape[:-1], tensor.head_dim)
+            for tensor in (tensors.q, tensors.k, tensors.v)
+        ]
+    else:
+        layout, device, shapes = on_gpu.layout, on_gpu.spec.device, on_gpu.array_shapes
+    q, k, v = (ArrayInfo(shape, dtype, device) for shape in shapes)
     operands = adopt_all(
         q, k, v, mask, None, out, tensors.q_lens, tensors.kv_lens, layout, stand_ins=True
     )
@@ -171,6 +177,12 @@ def attention_quantized(
             f"softcap: got {softcap!r} with k quantised by a recipe that subtracts its mean; "
             "expected center_k=False, since softcap needs the scores themselves"
         )
+    if on_gpu is not None:
+        from . import gpu
+
+        found, lse = gpu.attend_to(on_gpu, spec, operands)
+        found = found if out is None else out
+        return (found, lse) if return_lse else found
     return _attend(spec, tensors, operands, out)
 
 

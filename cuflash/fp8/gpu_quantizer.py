@@ -50,7 +50,7 @@ ARGUMENTS = np.dtype(
         *((name, [("data", np.uint64), ("steps", np.int64, 3)]) for name in _INPUTS),
         *((name, np.uint64) for name in _POINTERS),
         *((name, np.int32) for name in _INTS),
-        *((name, np.float32) for name in ("root", "scale")),
+        ("root", np.float32),
     ],
     align=True,
 )
@@ -125,6 +125,7 @@ class Codes:
     v_scales: int
     v_means: int
     lse_shifts: int
+    places: dict[str, int]  # of every array in that memory, in bytes from its start
 
 
 def specialisation(dim: int, dtype: str, qk_dtype: str, mixed: int) -> Specialisation:
@@ -194,7 +195,8 @@ def prepare(
         values += [at[name] for name in _POINTERS]
         for queue in queues:
             queue(*values)
-        return Codes(memory, *(at[name] for name in Codes.__slots__[1:]))
+        addresses = {name: at[name] for name in Codes.__slots__ if name in at}
+        return Codes(memory=memory, places=places, **addresses)
 
     return run
 
@@ -236,5 +238,4 @@ def _lasting_arguments(
     arguments["balanced"] = recipe.balance
     arguments["signs_per_head"] = recipe.rotation_per_head
     arguments["root"] = 1 / math.sqrt(mixed)
-    arguments["scale"] = spec.scale
     return arguments

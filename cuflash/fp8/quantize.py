@@ -66,7 +66,7 @@ def quantize_fp8(
     ValueError, TypeError
         Naming the argument, what was given and what is expected.
     NotImplementedError
-        For GPU arrays: the kernel is to come.
+        For GPU arrays, with each reason why the kernel does not take them.
 
     Notes
     -----
@@ -92,12 +92,12 @@ def quantize_fp8(
     """
     chosen = recipe_of(recipe)
     operands = adopt_all(q, k, v, None, None, None, q_lens, kv_lens, layout)
-    spec = checked_spec(operands, Options(layout=layout))
+    # With the log-sum-exp, which may be asked for later.
+    spec = checked_spec(operands, Options(layout=layout, return_lse=True))
     if spec.device != CPU:
-        raise NotImplementedError(
-            f"q: got an array on {spec.device}; quantize_fp8 takes NumPy arrays in this version, "
-            "attention_fp8 quantises on the GPU itself"
-        )
+        from . import gpu
+
+        return gpu.quantize(spec, chosen, operands)
     return quantize_operands(operands, chosen)
 
 

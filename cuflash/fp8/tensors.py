@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ..arrays import module_of
 from ..operands import bhsd_view
 from ..validate import LAYOUTS, one_of
 from .formats import decode
@@ -135,8 +136,15 @@ class Fp8Tensor:
         """What the codes stand for, in float32 and in the shape that was quantised.
 
         Scales, rotation, balancing and means are undone. Tokens past the used lengths hold zeros
-        before that, so they become the mean. A group that held NaN or Inf is NaN.
+        before that, so they become the mean. A group that held NaN or Inf is NaN. What a GPU holds
+        is computed on the host, and returned to the GPU.
         """
+        if not isinstance(self.data, np.ndarray):
+            parts = ("data", "scale", "balance", "mean", "residual")
+            held = {name: part for name in parts if (part := getattr(self, name)) is not None}
+            on_host = replace(self, **{name: part.get() for name, part in held.items()})
+            array: Array = module_of(self.data).asarray(on_host.dequantize())
+            return array
         codes = self.codes
         batch, heads, tokens, dim = codes.shape
         if not codes.size:
