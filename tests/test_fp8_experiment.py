@@ -496,16 +496,24 @@ def test_files_without_layers(
 @pytest.mark.parametrize(
     ("q", "k", "v", "message"),
     [
-        ((4, 2), (4, 3), (4, 3), r"got q \(1, 4, 2\), k \(1, 4, 3\)"),
+        ((4, 2), (4, 3), (4, 3), r"got q \(4, 2\), k \(4, 3\)"),
         ((4, 2), (4, 2), (5, 2), "expected .heads, queries, dim. and twice"),
         ((3, 4, 2), (2, 4, 2), (2, 4, 2), "heads a multiple of kv heads"),
-        ((0, 2), (4, 2), (4, 2), r"got q \(1, 0, 2\)"),
+        ((0, 2), (4, 2), (4, 2), r"got q \(0, 2\)"),
+        ((2, 4, 4, 2), (1, 4, 4, 2), (1, 4, 4, 2), r"got q \(2, 4, 4, 2\).* all of one batch"),
         ((4,), (4, 2), (4, 2), r"q: got float64 of shape \(4,\)"),
     ],
 )
 def test_arrays_that_do_not_fit(q: Any, k: Any, v: Any, message: str, tmp_path: Path) -> None:
     path = save(tmp_path / "a.npz", q=np.zeros(q), k=np.zeros(k), v=np.zeros(v))
     with pytest.raises(ValueError, match=message):
+        layers_of(path)[0].problem(TINY, 0)
+
+
+def test_a_layer_with_too_large_values_is_named(tmp_path: Path) -> None:
+    x = np.ones((4, 2))
+    path = save(tmp_path / "a.npz", q_3=x, k_3=x * 1e5, v_3=x)
+    with pytest.raises(ValueError, match=r"a\.npz: layer 3: k: holds NaN, Inf or values beyond"):
         layers_of(path)[0].problem(TINY, 0)
 
 

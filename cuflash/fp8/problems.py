@@ -176,25 +176,36 @@ class LayerSource:
         Raises
         ------
         ValueError
-            For arrays whose shapes don't fit each other.
+            For arrays whose shapes don't fit each other, or values that float16 does not hold.
         """
         with np.load(self.file) as found:
-            q, k, v = (_three_axes(self.file, name, found[name]) for name in self.arrays)
-        fits = k.shape == (*v.shape[:2], q.shape[2]) and len(q) % len(k) == 0
+            arrays = [found[name] for name in self.arrays]
+        q, k, v = (
+            _three_axes(self.file, name, array)
+            for name, array in zip(self.arrays, arrays, strict=True)
+        )
+        fits = (
+            k.shape == (*v.shape[:2], q.shape[2])
+            and len({math.prod(array.shape[:-3]) for array in arrays}) == 1
+            and len(q) % len(k) == 0
+        )
         if not fits or not (q.size and k.size and v.size):
             shapes = ", ".join(
-                f"{name} {x.shape}" for name, x in zip(self.arrays, (q, k, v), strict=True)
+                f"{name} {array.shape}" for name, array in zip(self.arrays, arrays, strict=True)
             )
             raise ValueError(
                 f"{self.file}: got {shapes}; expected (heads, queries, dim) and twice "
-                "(kv heads, keys, dim), with heads a multiple of kv heads"
+                "(kv heads, keys, dim), with heads a multiple of kv heads, all of one batch"
             )
         queries, keys = q.shape[1], k.shape[1]
         rows = _positions(np.random.default_rng(seed), min(shape.rows or queries, queries), queries)
         seen = None
         if shape.causal:
             seen = np.arange(keys) <= (rows + keys - queries)[:, None]
-        return Problem.of(q[:, rows], k, v, seen)
+        try:
+            return Problem.of(q[:, rows], k, v, seen)
+        except ValueError as error:
+            raise ValueError(f"{self.file}: {self.name}: {error}") from None
 
 
 _ARRAY = re.compile(r"(?:(?P<before>layer\d+)_)?(?P<which>[qkv])(?:_(?P<after>\w+))?")
