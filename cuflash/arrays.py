@@ -218,6 +218,12 @@ def lengths_on_device(lengths: Any) -> Any:
     return cupy.ascontiguousarray(cupy.asarray(lengths, dtype=np.int64))
 
 
+def to_host(array: Any) -> np.ndarray[Any, Any]:
+    """A NumPy array as it is, or a copy of a CuPy one."""
+    copy: np.ndarray[Any, Any] = array if isinstance(array, np.ndarray) else array.get()
+    return copy
+
+
 def module_of(array: Any) -> Any:
     """The array module, `numpy` or `cupy`, that made a native array."""
     return np if isinstance(array, np.ndarray) else sys.modules["cupy"]

@@ -67,13 +67,13 @@ def one_row(tensors: Fp8Tensors, h: int, i: int, keys: Array) -> tuple[Array, fl
     query_scale = scale_of(q.scale, q.block, h, i)
     factor = query_scale * math.log2(math.e) / math.sqrt(q.head_dim)
     top = reference = -math.inf
-    above = below = 4 if recipe.reference == "lagging" else 0
+    above, watch = 6 if recipe.reference == "lagging" else 0, 0.0
     octaves = 0 if recipe.reference == "running" else 20
     total = first_total = 0.0
     sums = np.zeros(v.head_dim)
     shares_scale = v.block in ("tensor", "head", "channel")
-    for begin in reversed(range(0, n, 128)):
-        seen = [j for j in range(begin, min(begin + 128, n)) if keys[j]]
+    for begin in reversed(range(0, n, 64)):
+        seen = [j for j in range(begin, min(begin + 64, n)) if keys[j]]
         if not seen:
             continue
         scores = np.array(
@@ -85,10 +85,21 @@ def one_row(tensors: Fp8Tensors, h: int, i: int, keys: Array) -> tuple[Array, fl
                 for j in seen
             ]
         )
-        if reference - below <= scores.max() <= reference + above:
-            new = reference
-        else:
-            new = max(scores.max(), top - octaves)
+        new = max(scores.max(), top - octaves)
+        if recipe.reference == "lagging" and reference > -math.inf:
+            # Weights of the four threads that have a row between them, in the range of e4m3.
+            old = 2 ** (scores - reference) * 448 / 2**above
+            sums_of = [
+                sum(w for w, j in zip(old, seen, strict=True) if j % 8 // 2 == t) for t in range(4)
+            ]
+            low = sums_of[0] < watch
+            share = sum(sums_of) * n / 64 * 8 * pmax / 448
+            alike = max(sums_of) < 4 * min(sums_of)
+            down = low and max(sums_of) < 1 / 4 and alike and share > total
+            watch = 0 if down else watch / 4 if low else watch
+            new = max(scores.max(), reference - 20) if down or max(sums_of) > 450 else reference
+        elif recipe.reference == "lagging":
+            watch = 1 / 4
         top = max(top, new)
         weights = 2 ** (scores - new) * pmax / 2**above
         alpha = 0.0 if reference == -math.inf else 2 ** (reference - new)
@@ -104,7 +115,7 @@ def one_row(tensors: Fp8Tensors, h: int, i: int, keys: Array) -> tuple[Array, fl
             else:
                 scales = np.array([scale_of(v.scale, v.block, g, j) for j in seen])
                 if v.block == "token":
-                    tile = range(begin, min(begin + 128, n))
+                    tile = range(begin, min(begin + 64, n))
                     largest = max(scale_of(v.scale, v.block, g, j) for j in tile)
                     sums = sums + largest * (e4m3(weights * scales / largest) @ values)
                 else:
@@ -623,6 +634,31 @@ def test_what_each_step_is_for(problem: Any) -> None:
     assert error("normal", "i8", reference="lagging") > 1.03 * error("normal", "i8")
     assert error("normal", "i8") < 0.75 * error("normal", "f8")
     assert error("normal", "i8", k_block="head", q_block="head") > 1.03 * error("normal", "i8")
+
+
+@pytest.mark.parametrize("nats", [8, 10])
+def test_a_reference_goes_down_to_weights_that_are_many(
+    nats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first key that comes outshines all others, whose weights together are not small."""
+    rng = np.random.default_rng(3)
+    q = 1 + 0.1 * rng.standard_normal((1, 1, 32, 64))
+    k = 0.1 * rng.standard_normal((1, 1, 8192, 64))
+    v = 1 + rng.standard_normal((1, 1, 8192, 64))
+    k[0, 0, -1] += nats / 8
+    v[0, 0, -1] = -1
+    exact = oracle.attention(q, k, v)[0]
+    plain = Fp8Recipe(qk_dtype="int8", center_v=False, residual_mean=False)
+
+    def error(reference: str) -> float:
+        recipe = dataclasses.replace(plain, reference=reference)
+        return relative(
+            attention_fp8(*(x.astype(np.float32) for x in (q, k, v)), recipe=recipe), exact
+        )
+
+    assert error("lagging") < 1.1 * error("tile")
+    monkeypatch.setattr("cuflash.fp8.emulate._LEAST", 0.0)
+    assert error("lagging") > 5 * error("tile")
 
 
 def test_memory_does_not_grow_with_the_product_of_the_lengths() -> None:

@@ -50,6 +50,10 @@ def relative(found: Any, expected: Any) -> float:
     return float(np.linalg.norm(difference) / np.linalg.norm(expected.astype(np.float64)))
 
 
+# Of the log-sum-exp: tensor cores sum products of e4m3 in 14 bits, of integers exactly.
+LSE_NEAR = {"e4m3": 5e-3, "int8": 2e-4}
+
+
 @pytest.mark.parametrize("recipe", ["f8", "i8"])
 @pytest.mark.parametrize("dim", [64, 128, 256, 96, 24])
 @pytest.mark.parametrize("way", ["full", "causal", "window"])
@@ -63,16 +67,37 @@ def test_agrees_with_the_emulation(
         "window": {"window": (90, 20)},
     }[way]
     arrays = inputs(SHAPES[shape], dim)
-    expected, expected_lse = attention_fp8(*arrays, recipe=recipe, return_lse=True, **options)
-    out, lse = attention_fp8(
-        *map(hopper.asarray, arrays), recipe=recipe, return_lse=True, **options
-    )
+    tensors = quantize_fp8(*map(hopper.asarray, arrays), recipe)
+    out, lse = attention_quantized(tensors, return_lse=True, **options)
+    expected, expected_lse = attention_quantized(tensors.get(), return_lse=True, **options)
     # A weight that rounds the other way moves a single row by more than many.
     assert relative(out.get(), expected) < (2e-2 if SHAPES[shape][3] == 1 else 5e-3)
-    # Tensor cores sum products of e4m3 in 14 bits, of integers exactly.
-    np.testing.assert_allclose(lse.get(), expected_lse, atol={"f8": 5e-3, "i8": 2e-4}[recipe])
+    near = LSE_NEAR[tensors.recipe.qk_dtype]
+    np.testing.assert_allclose(lse.get(), expected_lse, atol=near)
     exact, _ = oracle.attention(*arrays, **options)
     assert relative(out.get(), exact) < 1.05 * relative(expected, exact) + 1e-3
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("qk_dtype", ["e4m3", "int8"])
+@pytest.mark.parametrize("reference", ["lagging", "tile"])
+@pytest.mark.parametrize("scores", ["peaked", "outshone"])
+def test_references_move_as_in_the_emulation(
+    scores: str, reference: str, qk_dtype: str, dim: int, hopper: ModuleType
+) -> None:
+    q, k, v = inputs((1, 4, 2, 200, 4000), dim)
+    if scores == "peaked":
+        q *= 4
+    else:
+        q, k = 1 + q / 8, k / 16
+        k[:, :, -1] += 9 * dim**-0.5
+    recipe = Fp8Recipe(qk_dtype=qk_dtype, reference=reference)
+    tensors = quantize_fp8(*map(hopper.asarray, (q, k, v)), recipe)
+    out, lse = attention_quantized(tensors, return_lse=True)
+    expected, expected_lse = attention_quantized(tensors.get(), return_lse=True)
+    # Scores are some four times as large here, and with them what their sums lose.
+    assert relative(out.get(), expected) < {"e4m3": 3e-2, "int8": 1e-2}[qk_dtype]
+    np.testing.assert_allclose(lse.get(), expected_lse, atol=6 * LSE_NEAR[qk_dtype])
 
 
 @pytest.mark.parametrize(
@@ -90,9 +115,9 @@ def test_agrees_with_the_emulation(
 def test_parts_of_recipes(recipe: str, changes: dict[str, Any], hopper: ModuleType) -> None:
     chosen: Fp8Recipe = dataclasses.replace(PRESETS[recipe], **changes)
     arrays = inputs(SHAPES["tails"], 128)
-    expected = attention_fp8(*arrays, recipe=chosen)
-    out = attention_fp8(*map(hopper.asarray, arrays), recipe=chosen)
-    assert relative(out.get(), expected) < 5e-3
+    tensors = quantize_fp8(*map(hopper.asarray, arrays), chosen)
+    expected = attention_quantized(tensors.get())
+    assert relative(attention_quantized(tensors).get(), expected) < 5e-3
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

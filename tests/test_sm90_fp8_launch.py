@@ -13,7 +13,8 @@ import pytest
 from cuflash import ArrayInfo
 from cuflash.families import sm90, sm90_fp8
 from cuflash.families.sm90_fp8 import Variant
-from cuflash.fp8 import PRESETS, Fp8Recipe, emulate
+from cuflash.fp8 import PRESETS, Fp8Recipe
+from cuflash.fp8.emulate import REFERENCE_KEYS as KEYS
 from cuflash.fp8.gpu_quantizer import Codes
 from cuflash.fp8.inputs import checked_spec
 from cuflash.operands import adopt_all
@@ -25,7 +26,6 @@ HOPPER = named("9.0")
 CODES = Codes(None, *range(0x1000, 0x9000, 0x1000), {})
 OUT, LSE, LENS, COUNTER = 0xA000, 0xB000, 0xC000, 0xD000
 NAMES = {CODES.q_codes: "q", CODES.k_codes: "k", CODES.v_codes: "v", OUT: "out"}
-REFERENCES = ("tile", "lagging")
 DIMS = (24, 64, 96, 128, 200, 256)
 
 
@@ -90,55 +90,38 @@ def test_every_argument_reaches_the_kernel(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("reference", REFERENCES)
-def test_boxes_bring_the_bytes_that_are_waited_for(
-    reference: str, causal: bool, dim: int, kernel: Kernel
-) -> None:
+def test_boxes_bring_the_bytes_that_are_waited_for(dim: int, kernel: Kernel) -> None:
     """Fewer would have the kernel wait for ever."""
-    recipe = Fp8Recipe(reference=reference)
-    spec = spec_of(dim, causal=causal)
-    kernel.run(spec, recipe)
-    variant = Variant.of(spec, recipe)
-    tile, bucket = variant.tile, variant.head_dim
-    row = min(bucket, 128)  # of Q and K in shared memory; of V keys of as many bytes
-    v_row = 128 if tile.keys % 128 == 0 else 64
+    spec = spec_of(dim)
+    kernel.run(spec, PRESETS["f8"])
+    bucket = Variant.of(spec, PRESETS["f8"]).head_dim
+    row = min(bucket, 128)  # of Q and K in shared memory
     q, k, v, out = (kernel.maps[name] for name in ("q", "k", "v", "out"))
-    assert q.box[0] * bucket // row * np.prod(q.box[1:]) == bucket // row * row * 64
-    assert k.box[0] * k.box[2] * (bucket // row) * tile.cluster == tile.keys * bucket
-    assert v.box[0] * v.box[2] * (tile.keys // v_row) * tile.cluster == tile.keys * bucket
+    assert q.box[0] * bucket // row * np.prod(q.box[1:]) == bucket * 64
+    assert k.box[0] * k.box[2] * (bucket // row) == KEYS * bucket
+    assert v.box[0] * v.box[2] == KEYS * bucket
     assert out.box[0] * 2 == 128
     for name, layout in kernel.maps.items():
         item_size = 2 if name == "out" else 1
         assert layout.dtype == ("float16" if name == "out" else "uint8")
         assert layout.box[0] * item_size == layout.swizzle_bytes
         assert all(step % 16 == 0 for step in layout.byte_strides)
-    assert (q.swizzle_bytes, k.swizzle_bytes, v.swizzle_bytes) == (row, row, v_row)
+    assert (q.swizzle_bytes, k.swizzle_bytes, v.swizzle_bytes) == (row, row, KEYS)
     assert q.sizes == (bucket, 8, 1000, 2)
     assert q.byte_strides == (1000 * bucket, bucket, 8000 * bucket)
-    assert v.sizes[0] % tile.keys == 0
+    assert v.sizes[0] % KEYS == 0
     assert v.sizes[0] >= 1500
 
 
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("reference", REFERENCES)
-def test_the_emulation_has_the_kernels_tiles(reference: str, dim: int) -> None:
-    recipe = Fp8Recipe(reference=reference)
-    keys = {
-        Variant.of(spec_of(dim, causal=causal), recipe).tile.reference_keys
-        for causal in (False, True)
-    }
-    assert keys == {emulate.tile_keys(reference, dim)}
-
-
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("reference", REFERENCES)
-def test_blocks_have_the_shared_memory_that_there_is(reference: str, dim: int) -> None:
+@pytest.mark.parametrize("reference", ["lagging", "tile"])
+def test_what_the_kernel_is_compiled_for(reference: str, dim: int) -> None:
     variant = Variant.of(spec_of(dim), Fp8Recipe(reference=reference))
     assert variant.shared_memory <= 232_448
     config = dict(sm90_fp8.specialisation(variant).config)
     assert config["shared_memory"] == variant.shared_memory
     assert config["lagging"] == (reference == "lagging")
+    assert config["keys"] == KEYS
 
 
 @pytest.mark.parametrize(

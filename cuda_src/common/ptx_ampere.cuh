@@ -54,12 +54,10 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 #undef CUFLASH_WAIT
 }
 
-__device__ __forceinline__ void store_float(u32 shared, float x) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
-}
-__device__ __forceinline__ float load_float(u32 shared) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared) : "memory");
+// threadIdx.x, read here and not before.
+__device__ __forceinline__ u32 thread_index() {
+    u32 x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
 }
 
@@ -134,10 +132,12 @@ __device__ __forceinline__ u32 pack(float low, float high, Bfloat16) {
 // cvt.rn.satfinite.e4m3x2.f32, twice: first in the lowest byte. Of compute capability 8.9 and newer.
 #if __CUDA_ARCH__ >= 890
 __device__ __forceinline__ u32 pack(float first, float second, float third, float fourth, E4m3) {
-    u16 low, high;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(second), "f"(first));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(fourth), "f"(third));
-    return low | u32(high) << 16;
+    u32 codes;
+    asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n}"
+        : "=r"(codes)
+        : "f"(first), "f"(second), "f"(third), "f"(fourth));
+    return codes;
 }
 #endif
 

@@ -14,15 +14,13 @@ struct Config {
     static constexpr int D = CONFIG_HEAD_DIM;  // buckets at or above the true dims; tensor copies fill up with zeros
     static constexpr int DV = CONFIG_HEAD_DIM_V;
     static constexpr int BN = CONFIG_KEYS;
-    static constexpr bool AHEAD = CONFIG_AHEAD;         // 8 bits: a tile comes in two halves, scores of one ahead of the other
     static constexpr bool LAGGING = CONFIG_LAGGING;     // 8 bits: references stay for a while; else each of those keys' own
-    static constexpr int COLUMNS = AHEAD ? BN / 2 : BN;  // keys whose scores become weights together
     static constexpr int GROUPS = CONFIG_GROUPS;        // warpgroups that multiply, 64 query rows each
     static constexpr int STAGES = CONFIG_STAGES;        // tiles of K, and of V, in flight
     static constexpr int CLUSTER = CONFIG_CLUSTER;      // blocks that share loads of K and V
     static constexpr int RESIDENT = CONFIG_RESIDENT;    // blocks on a multiprocessor
     static constexpr bool OVERLAP = RESIDENT == 1;      // products beside softmax in a warpgroup; else another block's are
-    static constexpr bool PING_PONG = CONFIG_PING_PONG;  // warpgroups take turns, to issue products or, of 8 bits, at softmax
+    static constexpr bool PING_PONG = CONFIG_PING_PONG;  // warpgroups take turns to issue products
     static constexpr bool OUT_OVER_Q = CONFIG_OUT_OVER_Q;  // in shared memory; else in a buffer of its own
     static constexpr bool BOUNDED = CONFIG_BOUNDED;        // causal or window
     static constexpr bool DYNAMIC = BOUNDED;               // work by tickets drawn, else by a static stride
@@ -35,22 +33,21 @@ struct Config {
     // Shared memory holds panels of so many bytes a row: 128, or 64 where a head or a tile has no whole number of those.
     // V of 8 bits lies with channels as rows, since products of 8 bits take both factors that way.
     static constexpr int QK_ROW = EIGHT ? (D % 128 == 0 ? 128 : 64) : D % 64 == 0 && DV % 64 == 0 ? 128 : 64;
-    static constexpr int V_ROW = EIGHT ? (BN % 128 == 0 ? 128 : 64) : QK_ROW;
+    static constexpr int V_ROW = EIGHT ? 64 : QK_ROW;
     static constexpr int OUT_ROW = EIGHT ? 128 : QK_ROW;
     static constexpr int QK_PANEL = QK_ROW / ITEM, V_PANEL = V_ROW / ITEM, OUT_PANEL = OUT_ROW / 2;
     static constexpr int V_COLUMNS = EIGHT ? BN : DV, V_ROWS = EIGHT ? DV : BN;  // of a tile
     static constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24;
-    static constexpr int CONSUMER_REGISTERS = RESIDENT == 2 ? 104 : GROUPS == 3 ? 160 : 240;
+    static constexpr int CONSUMER_REGISTERS = RESIDENT == 2 ? 104 : GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 240;
     static constexpr float STALE = 8.f;  // references stay until scores outgrow them by 2^8, which P and sums hold
 };
-static_assert(Config::GROUPS == 2 || Config::GROUPS == 3 && Config::RESIDENT == 1, "as many as registers allow");
+static_assert(Config::GROUPS == 2 || Config::GROUPS <= 4 && Config::RESIDENT == 1, "as many as registers allow");
 static_assert(Config::RESIDENT == 1 || Config::RESIDENT == 2 && !Config::PING_PONG, "turns are for the one block");
 static_assert(Config::D % Config::QK_PANEL == 0 && Config::DV % Config::OUT_PANEL == 0, "whole panels");
 static_assert(Config::V_COLUMNS % Config::V_PANEL == 0, "whole panels");
 static_assert(Config::BN % 16 == 0 && Config::BN / Config::CLUSTER % 8 == 0, "whole steps, whole swizzles");
-static_assert(!Config::EIGHT || Config::COLUMNS % 64 == 0 && Config::SCORES == 0 && Config::RESIDENT == 1 &&
-                                    !Config::OUT_OVER_Q, "what walk8.cuh does");
-static_assert(Config::EIGHT || !Config::AHEAD, "registers for 16 bits are lacking");
+static_assert(!Config::EIGHT || Config::BN == 64 && Config::CLUSTER == 1 && Config::SCORES == 0 && Config::RESIDENT == 1 &&
+                                    !Config::PING_PONG && !Config::OUT_OVER_Q, "what walk8.cuh does");
 static_assert(Config::CLUSTER == 1 || !Config::DYNAMIC, "the blocks of a pair would have to agree on a ticket");
 
 struct __align__(64) Arguments {
@@ -62,7 +59,7 @@ struct __align__(64) Arguments {
     const float* q_scales;   // of 8 bits: (entries, q_heads, q_len)
     const float* k_scales;   // (entries, kv_heads, key_blocks, 4): of 64 keys, those that a thread of a quad holds
     const float* v_scales;   // (entries, kv_heads, DV)
-    const float* v_means;    // (entries, kv_heads, DV): what is added to out; or null
+    const float* v_means;    // (entries, kv_heads, DV): what is added to out
     const float* lse_shifts; // (entries, q_heads, q_len): what scores lack, before they are scaled; or null
     int q_heads, group, q_len, kv_len, key_blocks;
     int pack;                // heads of a group that lie side by side, row by row, in what a warpgroup works on
@@ -93,9 +90,8 @@ struct Shared {
     static constexpr u32 v_full = k_empty + 8 * Config::STAGES, v_empty = v_full + 8 * Config::STAGES;
     static constexpr u32 q_full = v_empty + 8 * Config::STAGES, q_empty = q_full + 8 * Config::GROUPS;
     static constexpr u32 work_full = q_empty + 8 * Config::GROUPS, work_empty = work_full + 16;
-    static constexpr u32 zero = work_empty + 16, sums = zero + 4;  // numbers, read and written for order alone
     static constexpr u32 BYTES = works + 1024;
-    static_assert(sums + 4 * Config::GROUPS <= BYTES, "barriers, records and numbers");
+    static_assert(work_empty + 16 <= BYTES, "barriers and records");
     static_assert(Q_GROUP % 512 == 0 && K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && O_GROUP % 512 == 0, "swizzles");
     static_assert(!Config::OUT_OVER_Q || O_GROUP <= Q_GROUP, "out takes the place of Q");
     static_assert(BYTES == CONFIG_SHARED_MEMORY && BYTES <= (Config::RESIDENT == 2 ? 115712 : 232448),

@@ -36,7 +36,6 @@ __device__ __forceinline__ void forward(const Arguments& a) {
             barrier_init(base + Shared::work_empty + 8 * i, 128 * Config::GROUPS);
         }
         publish_barriers();
-        if (Config::EIGHT && Config::PING_PONG) store_float(base + Shared::zero, 0.f);
     }
     if (Config::CLUSTER > 1)
         meet_cluster();

@@ -7,10 +7,27 @@
 
 namespace cuflash {
 
-typedef CONFIG_SCORE Score;  // int where Q and K are
-typedef Score Scores[Config::COLUMNS / 2];
+typedef CONFIG_SCORE Product;  // int where Q and K are
+typedef Product Products[Config::BN / 2];
+typedef float Scores[Config::BN / 2];
+__device__ __forceinline__ Scores& as_floats(float (&products)[Config::BN / 2]) { return products; }
+__device__ __forceinline__ Scores& as_floats(int (&products)[Config::BN / 2]) {  // in the same registers
+    Scores& scores = reinterpret_cast<Scores&>(products);
+#pragma unroll
+    for (int i = 0; i < Config::BN / 2; ++i) scores[i] = float(products[i]);
+    return scores;
+}
 typedef float Out[Config::DV / 2];
-typedef u32 Weights[Config::COLUMNS * Config::ITEM / 8];  // what a product takes as its rows
+typedef u32 Weights[Config::BN * Config::ITEM / 8];  // what a product takes as its rows
+
+// What a thread is of its warpgroup.
+struct Thread {
+    u32 index;
+    __device__ __forceinline__ Thread() : index(threadIdx.x) {}
+    __device__ __forceinline__ int lane() const { return index % 32; }
+    __device__ __forceinline__ int warp_row() const { return index / 32 % 4 * 16; }
+    __device__ __forceinline__ int line(int half) const { return warp_row() + lane() / 4 + 8 * half; }
+};
 
 // Which of some columns a thread's rows see.
 struct Seen {

@@ -54,6 +54,7 @@ __device__ __forceinline__ void produce(u32 base, int rank, const Arguments& a) 
     while (ticket < a.tickets) {
         work.find(ticket, rank, a);
         kv_head = work.head / a.group;
+        if (Config::EIGHT) work.kv_row = work.entry * (a.q_heads / a.group) + kv_head;
         hand_over();
         const bool any = work.begin < work.end;
         if (any) load_keys(work.end - 1);

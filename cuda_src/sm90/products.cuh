@@ -23,23 +23,22 @@ __device__ __forceinline__ constexpr u32 column_step(int step, int rows, int row
     return (step / steps * rows * row + step % steps * 32) >> 4;
 }
 
-// scores = Q Kᵀ, with what they are before where ADD_TO_START.
-__device__ __forceinline__ void multiply_queries_and_keys(Scores& scores, u32 q, u32 k) {
+// products = Q Kᵀ
+__device__ __forceinline__ void multiply_queries_and_keys(Products& products, u32 q, u32 k) {
 #pragma unroll
     for (int step = 0; step < Config::D * Config::ITEM / 32; ++step) {
         const u64 queries = descriptor(Config::QK_ROW) | (q + column_step(step, 64, Config::QK_ROW));
         const u64 keys = descriptor(Config::QK_ROW) | (k + column_step(step, Config::BN, Config::QK_ROW));
-        multiply_keys(scores, queries, keys, ADD_TO_START || step > 0, Config::QkElement());
+        multiply_keys(products, queries, keys, step > 0, Config::QkElement());
     }
 }
 
-// out += P V, for the COLUMNS of a tile from one of them on.
-template <int FROM = 0>
+// out += P V
 __device__ __forceinline__ void multiply_weights_and_values(Out& out, const Weights& weights, u32 v) {
 #pragma unroll
-    for (int step = 0; step < Config::COLUMNS * Config::ITEM / 32; ++step) {
+    for (int step = 0; step < Config::BN * Config::ITEM / 32; ++step) {
         const u32 rows[4] = {weights[4 * step], weights[4 * step + 1], weights[4 * step + 2], weights[4 * step + 3]};
-        const u32 at = Config::EIGHT ? column_step(FROM * Config::ITEM / 32 + step, Config::DV, Config::V_ROW)
+        const u32 at = Config::EIGHT ? column_step(step, Config::DV, Config::V_ROW)
                                      : step * 16 * Config::V_ROW >> 4;
         multiply_values(out, rows, descriptor(Config::V_ROW) | (v + at), true, Config::VElement());
     }

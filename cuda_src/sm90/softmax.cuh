@@ -7,7 +7,6 @@
 #if CONFIG_BITS == 16
 namespace cuflash {
 
-constexpr bool ADD_TO_START = false;  // scores are products alone
 
 struct Rows {
     float top[2], total[2];  // reference, sum of weights

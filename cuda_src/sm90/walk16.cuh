@@ -122,9 +122,9 @@ struct Consumer : Warpgroup {
     }
 
     __device__ __forceinline__ void run() {
-        Warpgroup::run([&](const Work& work, const Span& span, Out& out, Rows& rows) {
+        auto prepare = [&](const Work& work) { clear_dead_values(work); };
+        Warpgroup::run(prepare, [&](const Work& work, const Span& span, Out& out, Rows& rows) {
             Weights weights;
-            clear_dead_values(work);
             begin<true>(span.end - 1, true, sight_of(work), span, weights, rows);
             go_on(work, span, out, weights, rows);
             end(out, weights, rows);

@@ -6,7 +6,7 @@
 
 namespace cuflash {
 
-enum NamedBarrier { TURN = 1, STORE = 4, CONSUMERS = 7 };  // TURN and STORE: one for each warpgroup; 0 is __syncthreads
+enum NamedBarrier { TURN = 1, STORE = 5, CONSUMERS = 9 };  // TURN and STORE: one for each warpgroup; 0 is __syncthreads
 
 struct Warpgroup {
     const Arguments& a;
@@ -20,8 +20,6 @@ struct Warpgroup {
         : a(arguments), base(shared), group(of_group) {}
 
     __device__ __forceinline__ static bool is_leader() { return threadIdx.x % 128 == 0; }
-    __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
-    __device__ __forceinline__ static int warp_row() { return threadIdx.x / 32 % 4 * 16; }
 
     // All of this warpgroup have read a stage; its owners are the producers of the whole cluster.
     __device__ __forceinline__ void release(u32 empty) const {
@@ -79,14 +77,14 @@ struct Warpgroup {
         if (!Config::OUT_OVER_Q && tile == span.begin) release_queries();
     }
 
-    // Of a thread's two lines of scores, each a row of one of the heads that are packed.
-    __device__ __forceinline__ int line(int half) const { return warp_row() + lane() / 4 + 8 * half; }
-    __device__ __forceinline__ int row_of_pack(int half) const { return line(half) * a.inverse_pack >> 16; }
-    __device__ __forceinline__ int row_of(int half, const Work& work) const {
-        return work.first_row + group * a.rows + row_of_pack(half);
+    // Of a thread's two lines, each a row of one of the heads that are packed.
+    __device__ __forceinline__ int row_of_pack(int line) const { return line * a.inverse_pack >> 16; }
+    __device__ __forceinline__ int row_of(int line, const Work& work) const {
+        return work.first_row + group * a.rows + row_of_pack(line);
     }
     __device__ __forceinline__ Sight sight_of(const Work& work) const {
-        const int rows[2] = {row_of(0, work), row_of(1, work)};
+        const Thread thread;
+        const int rows[2] = {row_of(thread.line(0), work), row_of(thread.line(1), work)};
         return Sight(work, rows);
     }
     __device__ __forceinline__ u32 q_words() const { return low_word(base + Shared::q + group * Shared::Q_GROUP, 16); }
@@ -106,7 +104,7 @@ struct Warpgroup {
             await_turn();
             pass_turn();
         };
-        if (BEFORE || Config::EIGHT)
+        if (BEFORE)
             barrier_wait(k_full(), place.parity);
         else
             turn();
@@ -115,35 +113,30 @@ struct Warpgroup {
         meet(STORE + group, 128);
         release(k_empty()), release(base + Shared::v_empty + 8 * place.slot);
         place.next();
-        if (Config::EIGHT) {  // turns at softmax
-#pragma unroll
-            for (int i = 0; i < Config::BN / Config::COLUMNS; ++i) await_turn(), pass_turn();
-        } else if (BEFORE) {
-            turn();
-        }
+        if (BEFORE) turn();
     }
 
     // Of a line's row in arrays of (entries, heads, rows).
-    __device__ __forceinline__ i64 place_of(int half, const Work& work) const {
-        const int head = work.head + line(half) - row_of_pack(half) * a.pack;
-        return (i64(work.entry) * a.q_heads + head) * a.q_len + row_of(half, work);
+    __device__ __forceinline__ i64 place_of(int line, const Work& work) const {
+        const int head = work.head + line - row_of_pack(line) * a.pack;
+        return (i64(work.entry) * a.q_heads + head) * a.q_len + row_of(line, work);
     }
-    __device__ __forceinline__ float row_scale(int half, const Work& work) const {
-        const bool there = Config::EIGHT && row_of(half, work) < a.q_len && line(half) < a.rows * a.pack;
-        return there ? __ldg(a.q_scales + place_of(half, work)) : 1.f;
+    __device__ __forceinline__ float row_scale(int line, const Work& work) const {
+        const bool there = Config::EIGHT && row_of(line, work) < a.q_len && line < a.rows * a.pack;
+        return there ? __ldg(a.q_scales + place_of(line, work)) : 1.f;
     }
-    __device__ __forceinline__ float lse_shift(int half, const Work& work) const {
-        return Config::EIGHT && a.lse_shifts != nullptr ? a.lse_shifts[place_of(half, work)] * (a.factor * 0.693147181f) : 0.f;
+    __device__ __forceinline__ float lse_shift(int line, const Work& work) const {
+        return Config::EIGHT && a.lse_shifts != nullptr ? a.lse_shifts[place_of(line, work)] * (a.factor * 0.693147181f) : 0.f;
     }
     // Values of 8 bits get back their scales, and what they are the differences from.
-    __device__ __forceinline__ void finish(const Work& work, Out& out, float (&inverse)[2]) const {
+    __device__ __forceinline__ void finish(const Work& work, const Thread& thread, Out& out, float (&inverse)[2]) const {
         if (!Config::EIGHT) return;
-        const i64 head = (i64(work.entry) * (a.q_heads / a.group) + work.head / a.group) * Config::DV + 2 * (lane() % 4);
+        const i64 head = i64(work.kv_row) * Config::DV + 2 * (thread.lane() % 4);
+        const float *scales = a.v_scales + head, *means = a.v_means + head;
 #pragma unroll
         for (int tile = 0; tile < Config::DV / 8; ++tile) {
-            const float2 scale = __ldg(reinterpret_cast<const float2*>(a.v_scales + head) + 4 * tile);
-            float2 mean = make_float2(0.f, 0.f);
-            if (a.v_means != nullptr) mean = __ldg(reinterpret_cast<const float2*>(a.v_means + head) + 4 * tile);
+            const float2 scale = __ldg(reinterpret_cast<const float2*>(scales) + 4 * tile);
+            const float2 mean = __ldg(reinterpret_cast<const float2*>(means) + 4 * tile);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float &first = out[4 * tile + 2 * half], &second = out[4 * tile + 2 * half + 1];
@@ -156,19 +149,20 @@ struct Warpgroup {
 
     // Divides by the row sums and stores 64 rows; those without a key are 0.
     __device__ __forceinline__ void store(const Work& work, Out& out, Rows& rows) {
+        const Thread thread;
         float inverse[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+            const int line = thread.line(half), row = row_of(line, work);
             float total = rows.total[half];
             total += __shfl_xor_sync(~0u, total, 1);
             total += __shfl_xor_sync(~0u, total, 2);
-            const int row = row_of(half, work);
-            const bool unused = line(half) >= a.rows * a.pack;  // 0 too, where out takes the place of Q
+            const bool unused = line >= a.rows * a.pack;  // 0 too, where out takes the place of Q
             const bool dead = total == 0.f || row >= work.q_len || unused;
             inverse[half] = dead ? 0.f : 1.f / total;
-            if (a.lse != nullptr && lane() % 4 == 0 && row < a.q_len && !unused)
-                a.lse[place_of(half, work)] =
-                    dead ? minus_infinity() : lse_of(rows, half, total, a) + lse_shift(half, work);
+            if (a.lse != nullptr && thread.lane() % 4 == 0 && row < a.q_len && !unused)
+                a.lse[place_of(line, work)] =
+                    dead ? minus_infinity() : lse_of(rows, half, total, a) + lse_shift(line, work);
             if (dead) {  // 0 even where sums are not finite
 #pragma unroll
                 for (int i = 2 * half; i < Config::DV / 2; i += 4) out[i] = out[i + 1] = 0.f;
@@ -179,9 +173,9 @@ struct Warpgroup {
             if (is_leader()) wait_stores_read();  // of the work before
             meet(STORE + group, 128);
         }
-        finish(work, out, inverse);
+        finish(work, thread, out, inverse);
         constexpr int STEPS = Config::OUT_PANEL / 16;
-        const int at = warp_row() + lane() % 16;
+        const int at = thread.warp_row() + thread.lane() % 16;
 #pragma unroll
         for (int step = 0; step < Config::DV / 16; ++step) {
             const float(&o)[Config::DV / 2] = out;
@@ -190,7 +184,7 @@ struct Warpgroup {
                                      pack(o[i + 2] * inverse[1], o[i + 3] * inverse[1], Config::OutElement()),
                                      pack(o[i + 4] * inverse[0], o[i + 5] * inverse[0], Config::OutElement()),
                                      pack(o[i + 6] * inverse[1], o[i + 7] * inverse[1], Config::OutElement())};
-            const int unit = step % STEPS * 2 + lane() / 16;
+            const int unit = step % STEPS * 2 + thread.lane() / 16;
             const int swizzled = Config::OUT_ROW == 128 ? unit ^ (at % 8) : unit ^ (at / 2 % 4);
             store_matrices(to + (step / STEPS * 64 + at) * Config::OUT_ROW + 16 * swizzled, matrices);
         }
@@ -214,9 +208,10 @@ struct Warpgroup {
         for (int i = 0; i < Config::DV / 2; ++i) out[i] = 0.f;
     }
 
-    // `walk(work, span, out, rows)` takes a warpgroup over the tiles of a span.
-    template <typename Walk>
-    __device__ __forceinline__ void run(Walk walk) {
+    // `walk(work, span, out, rows)` takes a warpgroup over the tiles of a span; before any is passed over or walked, all
+    // warpgroups `prepare(work)`.
+    template <typename Prepare, typename Walk>
+    __device__ __forceinline__ void run(Prepare prepare, Walk walk) {
         if (Config::PING_PONG && group == 0) announce(TURN, 256);
         clear_unused_lines();
         Work work;
@@ -224,7 +219,8 @@ struct Warpgroup {
         while (more) {
             Out out;
             Rows rows;
-            const float scales_of_rows[2] = {row_scale(0, work), row_scale(1, work)};
+            const Thread thread;
+            const float scales_of_rows[2] = {row_scale(thread.line(0), work), row_scale(thread.line(1), work)};
             clear(out), rows.reset(scales_of_rows, a);
             await_queries();
             if (work.begin >= work.end) {
@@ -235,6 +231,7 @@ struct Warpgroup {
                 continue;
             }
             const Span span(work, group, a);
+            prepare(work);
             if (Config::SKIPS) {
 #pragma unroll 1
                 for (int tile = work.end; tile > span.end; --tile) pass<true>();

@@ -11,7 +11,8 @@ struct Work {
     int q_len, kv_len;           // of the entry
     int diagonal;                // the key that row 0 is aligned with
     int begin, end;              // key tiles that some row of the cluster sees
-    int unused[8];
+    int kv_row;                  // of (entries, kv heads), for 8 bits
+    int unused[7];
 
     __device__ __forceinline__ static int used(const i64* lens, int entry, int capacity) {
         if (!Config::LENGTHS || lens == nullptr) return capacity;
@@ -61,6 +62,9 @@ struct Work {
         const u32 rows[4] = {u32(entry), u32(head), u32(first_row), u32(q_len)};
         const u32 keys[4] = {u32(kv_len), u32(diagonal), u32(begin), u32(end)};
         store_unit(shared, rows), store_unit(shared + 16, keys);
+        if (!Config::EIGHT) return;
+        const u32 more[4] = {u32(kv_row), 0, 0, 0};
+        store_unit(shared + 32, more);
     }
 
     __device__ __forceinline__ void get(u32 shared) {
@@ -69,8 +73,10 @@ struct Work {
         entry = rows[0], head = rows[1], first_row = rows[2], q_len = rows[3];
         kv_len = keys[0], diagonal = keys[1], begin = keys[2], end = keys[3];
         if (!Config::EIGHT) return;
+        load_unit(rows, shared + 32);
+        kv_row = rows[0];
         // That a warp has one of each spares registers, which 8 bits lack.
-        for (int* field : {&entry, &head, &first_row, &q_len, &kv_len, &diagonal, &begin, &end})
+        for (int* field : {&entry, &head, &first_row, &q_len, &kv_len, &diagonal, &begin, &end, &kv_row})
             *field = __shfl_sync(~0u, *field, 0);
     }
 };

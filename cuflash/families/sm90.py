@@ -226,7 +226,6 @@ def _specialisation(variant: _Variant) -> Specialisation:
     name = fused.module_name("sm90", dims, variant.dtype, marks)
     config: tuple[tuple[str, int | bool | str], ...] = (
         ("bits", 16),
-        ("ahead", False),
         ("lagging", True),
         ("qk_element", fused.ELEMENT[variant.dtype]),
         ("v_element", fused.ELEMENT[variant.dtype]),

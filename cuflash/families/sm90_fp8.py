@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from ..fp8.emulate import REFERENCE_KEYS
 from ..fp8.gpu_quantizer import Codes, Shapes
 from ..fp8.recipe import Fp8Recipe
 from ..runtime import module, tensormap, tickets
@@ -27,42 +28,23 @@ _QK_ELEMENT = {"e4m3": ("E4m3", "float"), "int8": ("Int8", "int")}
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A block's share of the work: 64 query rows for each warpgroup, and keys at a time.
-
-    `ahead`: in two halves, scores of one ahead of the other; else the values of a tile beside the
-    scores of the next. `cluster`: blocks that share loads of keys and values.
+    """A block's share of the work: 64 query rows for each warpgroup, and tiles of 64 keys, of
+    which `stages` are in flight.
     """
 
-    keys: int
     groups: int
-    ahead: bool = False
-    cluster: int = 1
+    stages: int
 
     @property
     def q_rows(self) -> int:
         return 64 * self.groups
 
-    @property
-    def reference_keys(self) -> int:
-        """Keys whose weights have one reference."""
-        return self.keys // 2 if self.ahead else self.keys
 
-
-# By reference and bucket of the head dim, without and with a diagonal mask, which share
-# `reference_keys`: results don't depend on the mask's kind.
-_TILES = {
-    "lagging": {
-        64: (Tile(128, 3), Tile(128, 3)),
-        128: (Tile(128, 2), Tile(128, 2)),
-        256: (Tile(64, 2), Tile(64, 2)),
-    },
-    "tile": {
-        64: (Tile(128, 3), Tile(128, 3)),
-        128: (Tile(128, 2), Tile(128, 2)),
-        256: (Tile(128, 2), Tile(128, 2)),
-    },
-}
-_STAGES = {64: 3, 128: 3, 256: 2}
+# By bucket of the head dim, whatever the mask and the reference. More warpgroups with fewer keys
+# at a time are faster than fewer with more: while some wait for products, exponentials of others
+# go on. Registers allow no more.
+_TILES = {64: Tile(4, 4), 128: Tile(3, 4), 256: Tile(2, 4)}
+_REFERENCES = ("lagging", "tile")
 
 
 def reasons_against(spec: AttentionSpec, recipe: Fp8Recipe, device: Device) -> list[str]:
@@ -92,7 +74,7 @@ def reasons_against(spec: AttentionSpec, recipe: Fp8Recipe, device: Device) -> l
         "k_block": ("columns", 64, 128),
         "v_block": ("channel",),
         "p_scale": (448.0,),
-        "reference": tuple(_TILES),
+        "reference": _REFERENCES,
         "first_tile_16bit": (False,),
     }
     reasons += [
@@ -113,7 +95,7 @@ def reasons_against(spec: AttentionSpec, recipe: Fp8Recipe, device: Device) -> l
 
 def bucket_of(head_dim: int) -> int:
     """The head dim that a kernel is compiled for, at or above the true one."""
-    return next(dim for dim in _STAGES if head_dim <= dim)
+    return next(dim for dim in _TILES if head_dim <= dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,26 +109,28 @@ class Variant:
     bounded: bool
     left: bool
     lengths: bool
-    tile: Tile
 
     @classmethod
     def of(cls, spec: AttentionSpec, recipe: Fp8Recipe) -> Variant:
-        bounded = (spec.left, spec.right) != (None, None)
-        bucket = bucket_of(spec.head_dim)
-        tile = _TILES[recipe.reference][bucket][bounded]
-        if tile.cluster > 1 and spec.q_len <= tile.q_rows:
-            tile = replace(tile, cluster=1)  # else one of each pair would have no rows
-        lengths = spec.has_q_lens or spec.has_kv_lens
-        left = spec.left is not None
         return cls(
-            bucket, recipe.qk_dtype, recipe.reference, spec.dtype, bounded, left, lengths, tile
+            head_dim=bucket_of(spec.head_dim),
+            qk_dtype=recipe.qk_dtype,
+            reference=recipe.reference,
+            dtype=spec.dtype,
+            bounded=(spec.left, spec.right) != (None, None),
+            left=spec.left is not None,
+            lengths=spec.has_q_lens or spec.has_kv_lens,
         )
+
+    @property
+    def tile(self) -> Tile:
+        return _TILES[self.head_dim]
 
     @property
     def shared_memory(self) -> int:
         """Bytes of a block: Q, the rings of K and V, the output, and 1,024 beside."""
         tile, dim = self.tile, self.head_dim
-        ring = _STAGES[dim] * tile.keys * dim
+        ring = tile.stages * REFERENCE_KEYS * dim
         return tile.q_rows * dim + 2 * ring + 2 * tile.q_rows * dim + 1024
 
 
@@ -159,16 +143,12 @@ def specialisation(variant: Variant) -> Specialisation:
         "bounded": variant.bounded,
         "left": variant.left,
         "lengths": variant.lengths,
-        f"{tile.q_rows}x{tile.keys}": True,
-        "own": variant.reference == "tile",
-        "ahead": tile.ahead,
-        "pair": tile.cluster > 1,
+        variant.reference: True,
     }
     dims = variant.head_dim, variant.head_dim
     name = fused.module_name("sm90_fp8", dims, variant.dtype, marks)
     config: tuple[tuple[str, int | bool | str], ...] = (
         ("bits", 8),
-        ("ahead", tile.ahead),
         ("lagging", variant.reference == "lagging"),
         ("qk_element", element),
         ("v_element", "E4m3"),
@@ -176,10 +156,10 @@ def specialisation(variant: Variant) -> Specialisation:
         ("score", score),
         ("head_dim", variant.head_dim),
         ("head_dim_v", variant.head_dim),
-        ("keys", tile.keys),
+        ("keys", REFERENCE_KEYS),
         ("groups", tile.groups),
-        ("stages", _STAGES[variant.head_dim]),
-        ("cluster", tile.cluster),
+        ("stages", tile.stages),
+        ("cluster", 1),
         ("resident", 1),
         ("ping_pong", False),
         ("out_over_q", False),
@@ -199,17 +179,16 @@ def prepare(
     kv_lens, or 0.
     """
     variant = Variant.of(spec, recipe)
-    tile, dim = variant.tile, variant.head_dim
-    cut = Cut.of(spec, tile.groups * tile.cluster, variant.bounded)
-    shapes = Shapes.of(spec, dim)
+    tile = variant.tile
+    cut = Cut.of(spec, tile.groups, variant.bounded)
+    shapes = Shapes.of(spec, variant.head_dim)
     arguments = arguments_of(spec, cut, 1)
     arguments["key_blocks"] = shapes.key_blocks
     arguments["factor"] = max(spec.scale * math.log2(math.e), 1e-10)
     module_ = specialisation(variant)
     kernel = module.load(module_, device).function(module_.name)
-    places = (device.sm_count or _SMS) // tile.cluster
     queue = launcher(
-        kernel, min(places, cut.tickets) * tile.cluster, 128 * (tile.groups + 1),
+        kernel, min(device.sm_count or _SMS, cut.tickets), 128 * (tile.groups + 1),
         variant.shared_memory, CHANGING_WITH_SCALES, arguments.tobytes(),
     )  # fmt: skip
     layouts = _layouts(spec, variant, cut, shapes)
@@ -231,9 +210,8 @@ def _layouts(
     spec: AttentionSpec, variant: Variant, cut: Cut, shapes: Shapes
 ) -> list[tensormap.Layout]:
     """Of codes in boxes, and of the output."""
-    dim, tile = variant.head_dim, variant.tile
-    row, v_row = min(dim, 128), 128 if tile.keys % 128 == 0 else 64
-    lines, keys = (cut.pack, cut.rows), (1, tile.keys // tile.cluster)
+    dim, row = variant.head_dim, min(variant.head_dim, 128)
+    lines, keys = (cut.pack, cut.rows), (1, REFERENCE_KEYS)
     q = spec.batch, spec.q_heads, spec.q_len, dim
     k = spec.batch, spec.kv_heads, spec.kv_len, dim
     v = spec.batch, spec.kv_heads, dim, shapes.key_blocks * 64
@@ -241,7 +219,7 @@ def _layouts(
     return [
         tensormap.Layout.of("uint8", q, _contiguous(q), lines, row),
         tensormap.Layout.of("uint8", k, _contiguous(k), keys, row),
-        tensormap.Layout.of("uint8", v, _contiguous(v), (1, dim // tile.cluster), v_row),
+        tensormap.Layout.of("uint8", v, _contiguous(v), (1, dim), REFERENCE_KEYS),
         tensormap.Layout.of(spec.dtype, out, spec.out.strides, lines, 128),
     ]
 

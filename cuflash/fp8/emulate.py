@@ -23,17 +23,15 @@ from .tensors import Fp8Tensors
 
 Array = np.ndarray[Any, Any]
 
+# Keys of a tile, which share a reference, as the GPU kernel takes them.
+REFERENCE_KEYS = 64
 # How far a tile's reference may lie below the running maximum: what was summed grows by 2**20 at
 # most, and stays far from overflow.
 _OCTAVES_BELOW = 20.0
-# How far a tile's maximum may be above and below a lagging reference, in octaves.
-_ABOVE, _BELOW = 4.0, 4.0
-_BLOCK_ROWS = 1024  # one tile of scores is half a MiB
-
-
-def tile_keys(reference: str, head_dim: int) -> int:
-    """Keys of a tile, which share a reference, as the GPU kernel takes them."""
-    return 64 if reference == "lagging" and head_dim > 128 else TILE_KEYS
+# How far a score may be above a lagging reference, in octaves. Relative to the largest weight:
+# what a quarter of a tile's weights may sum to, and below what they are subnormal.
+_ABOVE, _MOST, _LEAST = 6.0, 450 / 448, 0.25 / 448
+_BLOCK_ROWS = 1024  # one tile of scores is a quarter of a MiB
 
 
 def attend(
@@ -126,13 +124,13 @@ class _Block:
         self.after = None if before is None or spec.softcap is None else np.float32(after)
 
         rows = len(self.q)
-        self.tile_keys = tile_keys(recipe.reference, q.head_dim)
-        self.above, self.below = (_ABOVE, _BELOW) if recipe.reference == "lagging" else (0.0, 0.0)
         # Of the weight of a score at the reference; the largest is p_scale.
-        self.log2_weight = np.float32(math.log2(recipe.p_scale) - self.above)
+        above = _ABOVE if recipe.reference == "lagging" else 0.0
+        self.log2_weight = np.float32(math.log2(recipe.p_scale) - above)
         self.octaves = np.float32(0 if recipe.reference == "running" else _OCTAVES_BELOW)
         self.top = np.full((rows, 1), -np.inf, np.float32)
         self.reference = self.top.copy()
+        self.least = np.zeros((rows, 1), np.float32)  # sums below it may move a lagging reference
         self.total = np.zeros((rows, 1), np.float32)
         self.first_total = np.zeros((rows, 1), np.float32)  # of the 16-bit tile
         self.sums = np.zeros((rows, spec.head_dim_v), np.float32)
@@ -140,27 +138,27 @@ class _Block:
     def run(self) -> None:
         begin, end = self.spec.key_range(self.first, self.last - 1, self.diagonal, self.keys.length)
         if begin < end:
-            keys = self.tile_keys
+            keys = REFERENCE_KEYS
             for j in reversed(range(begin // keys * keys, end, keys)):
                 self.add_tile(j, min(j + keys, self.keys.length))
 
     def add_tile(self, begin: int, end: int) -> None:
         scores = self.scores(begin, end)
         tile_top = scores.max(axis=-1, keepdims=True)
-        unseen = np.isneginf(tile_top)
-        stays = (tile_top <= self.reference + self.above) & (
-            tile_top >= self.reference - self.below
-        )
         # A row that sees none of the tile stays as it is, whichever rows it is computed with.
-        reference = np.where(
-            stays | unseen, self.reference, np.maximum(tile_top, self.top - self.octaves)
-        )
-        self.top = np.maximum(self.top, reference)
-        finite = np.where(np.isneginf(reference), np.float32(0), reference)
-        scores -= finite - self.log2_weight
-        weights = np.exp2(scores, out=scores)
-        rescale = np.exp2(self.reference - finite)
-        self.reference = reference
+        unseen = np.isneginf(tile_top)
+        if self.recipe.reference == "lagging":
+            weights = self.weights(scores)
+            moves, floor = self.moves_of(weights, ~unseen), self.reference
+        else:
+            weights, moves, floor = np.empty_like(scores), ~unseen, self.top
+        before = _finite(self.reference)
+        moved = np.maximum(tile_top, floor - self.octaves)
+        self.reference = np.where(moves, moved, self.reference)
+        self.top = np.maximum(self.top, self.reference)
+        rows = moves[:, 0] if self.recipe.reference == "lagging" else slice(None)
+        weights[rows] = self.weights(scores, rows)
+        rescale = np.exp2(before - _finite(self.reference))
         sums = weights.sum(axis=-1, keepdims=True)
         self.total = self.total * rescale + sums
         self.first_total *= rescale
@@ -171,6 +169,30 @@ class _Block:
             self.sums += halves @ self.keys.first[begin:end]
         else:
             self.add_values(weights, begin, end, unseen)
+
+    def weights(self, scores: Array, rows: Any = slice(None)) -> Array:
+        weights: Array = np.exp2(scores[rows] - (_finite(self.reference[rows]) - self.log2_weight))
+        return weights
+
+    def moves_of(self, weights: Array, seen: Array) -> Array:
+        """Which lagging references move: up where weights may outgrow e4m3, and once down where
+        they are subnormal, much alike, and together not small.
+        """
+        weights = np.pad(weights, ((0, 0), (0, -weights.shape[1] % 8)))
+        # A thread of the kernel has two of each eight columns.
+        quarters = weights.reshape(len(weights), -1, 4, 2).sum(axis=(1, 3))
+        largest, whole = quarters.max(axis=1, keepdims=True), quarters.sum(axis=1, keepdims=True)
+        most, least = (np.float32(self.recipe.p_scale * x) for x in (_MOST, _LEAST))
+        first = np.isneginf(self.reference)
+        low = quarters[:, :1] < self.least
+        share = whole * np.float32(self.spec.kv_len * 8 / REFERENCE_KEYS)
+        alike = largest < 4 * quarters.min(axis=1, keepdims=True)
+        down = low & (largest < least) & alike & (share > self.total)
+        self.least[low] /= 4
+        self.least[down] = 0
+        self.least[first & seen] = least
+        moves: Array = (first | down | (largest > most)) & seen
+        return moves
 
     def scores(self, begin: int, end: int) -> Array:
         """Scaled and masked scores in units of log2."""
@@ -236,12 +258,17 @@ class _Block:
         out[keys.b, self.q_heads, self.first : self.last] = rows.reshape(*shape, -1)
         if lse is None:
             return
-        shift = np.where(np.isneginf(self.reference), np.float32(0), self.reference)
-        logs = (shift - self.log2_weight) * np.float32(math.log(2)) + np.log(self.total)
+        logs = (_finite(self.reference) - self.log2_weight) * np.float32(math.log(2)) + np.log(
+            self.total
+        )
         if self.mean_scores is not None:
             logs += np.float32(spec.scale) * self.mean_scores
         np.copyto(logs, -np.inf, where=~seen)
         lse[keys.b, self.q_heads, self.first : self.last] = logs.reshape(shape)
+
+
+def _finite(reference: Array) -> Array:
+    return np.where(np.isneginf(reference), np.float32(0), reference)
 
 
 def _of_head(scales: Array, b: int, head: int, tokens: int) -> Array:

@@ -69,10 +69,10 @@ class Fp8Recipe:
     p_scale : float
         Weights reach this size before rounding; above 0, up to 448.
     reference : {"tile", "lagging", "running"}
-        What a tile's weights are relative to: its own row maximum, whose weight then is exact; an
-        earlier one, as long as its own is within a factor of 16, which saves time; or the running
-        maximum as in FlashAttention-2. The first two are at most 20 octaves below the largest one
-        before.
+        What the weights of 64 keys are relative to: the row maximum of those, whose weight then is
+        exact; that of earlier ones, as long as these weights stay in the range of e4m3, which
+        saves time; or the running maximum as in FlashAttention-2. The first two go at most 20
+        octaves below what was before.
     accumulate : {"fp32", "two_level", "single"}
         How P V is summed: in float32; or as FP8 tensor cores do, which align 32 products and the
         sum so far to the largest exponent and keep 13 fraction bits, each tile by itself and then

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import module_of
+from ..arrays import module_of, to_host
 from ..operands import bhsd_view
 from ..validate import LAYOUTS, one_of
 from .formats import decode
@@ -132,6 +132,14 @@ class Fp8Tensor:
         view: Array = bhsd_view(self.data, self.layout)
         return view
 
+    def get(self) -> Fp8Tensor:
+        """The same in host memory, as `cupy.ndarray.get`."""
+        parts = ("data", "scale", "balance", "mean", "residual")
+        held: dict[str, Any] = {
+            name: to_host(part) for name in parts if (part := getattr(self, name)) is not None
+        }
+        return replace(self, **held)
+
     def dequantize(self) -> Array:
         """What the codes stand for, in float32 and in the shape that was quantised.
 
@@ -140,10 +148,7 @@ class Fp8Tensor:
         is computed on the host, and returned to the GPU.
         """
         if not isinstance(self.data, np.ndarray):
-            parts = ("data", "scale", "balance", "mean", "residual")
-            held = {name: part for name in parts if (part := getattr(self, name)) is not None}
-            on_host = replace(self, **{name: part.get() for name, part in held.items()})
-            array: Array = module_of(self.data).asarray(on_host.dequantize())
+            array: Array = module_of(self.data).asarray(self.get().dequantize())
             return array
         codes = self.codes
         batch, heads, tokens, dim = codes.shape
@@ -243,6 +248,14 @@ class Fp8Tensors:
     def recipe(self) -> Fp8Recipe:
         """The recipe of all three."""
         return self.q.recipe
+
+    def get(self) -> Fp8Tensors:
+        """The same in host memory, as `cupy.ndarray.get`."""
+        arrays: dict[str, Any] = {
+            name: None if (array := getattr(self, name)) is None else to_host(array)
+            for name in ("first_values", "mean_scores", "q_lens", "kv_lens")
+        }
+        return Fp8Tensors(self.q.get(), self.k.get(), self.v.get(), dtype=self.dtype, **arrays)
 
 
 def _check_part(name: str, part: Array | None, used: bool, shape: tuple[int, ...]) -> None:
