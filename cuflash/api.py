@@ -8,6 +8,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from . import calls
 from .dispatch import choose
+from .fp8.attention import attention_of_tensors
+from .fp8.tensors import Fp8Tensor
 from .operands import ARRAY_OPTIONS, adopt_all, spec_of
 from .plan import Plan
 from .runtime.device import Device, named, of_array
@@ -74,6 +76,8 @@ def attention(
     k, v : array
         As q, with their own length, and a number of heads that divides q's (GQA, MQA): query head h
         uses kv head ``h // (q_heads // kv_heads)``. v's last axis may differ from k's.
+        q, k and v may also be the three `Fp8Tensor` of what `quantize_fp8` returned, for as long as
+        that exists; they know their layout and lengths, and take the options of `attention_fp8`.
     scale : float, optional
         Factor of the raw scores; ``1 / sqrt(dim)`` where left out. Zero and negative values are
         legal.
@@ -144,6 +148,20 @@ def attention(
     >>> cuflash.attention(q, k, v, causal=True).shape
     (8, 100, 64)
     """
+    if type(q) is Fp8Tensor:
+        return attention_of_tensors(
+            q, k, v,
+            {
+                "scale": scale, "causal": causal, "causal_align": causal_align, "window": window,
+                "softcap": softcap, "mask": mask, "return_lse": return_lse, "out": out,
+            },
+            {
+                "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
+                "block_mask": block_mask, "q_lens": q_lens, "kv_lens": kv_lens, "seed": seed,
+                "dropout_p": dropout_p or None, "kernel": None if kernel == "auto" else kernel,
+                "layout": None if layout == "bhsd" else layout,
+            },
+        )  # fmt: skip
     operands = adopt_all(q, k, v, mask, bias, out, q_lens, kv_lens, layout)
     # All that the checks and the plan depend on; with types, because 1 == 1.0 == True. They come
     # first, so that values are compared with values of their own types only.

@@ -10,7 +10,8 @@ import pytest
 from dlpack_exporter import Exporter
 from fp8_inputs import normal
 
-from cuflash.fp8 import attention_fp8, attention_quantized, quantize_fp8
+from cuflash import attention
+from cuflash.fp8 import Fp8Recipe, attention_fp8, attention_quantized, quantize_fp8
 
 
 @pytest.mark.parametrize(
@@ -89,3 +90,39 @@ def test_wrong_arguments_of_quantised_attention() -> None:
         attention_quantized(tensors, dtype="float64")
     with pytest.raises(TypeError, match="out: got dtype float32; expected q's dtype, float16"):
         attention_quantized(tensors, out=np.empty((1, 2, 40, 64), np.float32))
+
+
+def test_attention_takes_what_quantize_fp8_returned() -> None:
+    q, k, v = (array.swapaxes(1, 2) for array in normal())
+    tensors = quantize_fp8(q, k, v, "i8", layout="bshd", kv_lens=[200])
+    options: dict[str, Any] = {"causal": True, "return_lse": True}
+    expected = attention_quantized(tensors, **options)
+    found = attention(tensors.q, tensors.k, tensors.v, **options)
+    for mine, its in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mine, its)
+
+
+def test_attention_refuses_what_does_not_belong_together() -> None:
+    q, k, v = normal()
+    tensors, others = quantize_fp8(q, k, v, "f8"), quantize_fp8(q, k, v, "f8")
+    of_int8 = quantize_fp8(q, k, v, "i8")
+    for parts, error, match in (
+        ((tensors.q, k, v), TypeError, "k: got ndarray; expected an Fp8Tensor, as q is"),
+        ((tensors.q, tensors.k, v), TypeError, "v: got ndarray"),
+        ((q, tensors.k, tensors.v), TypeError, "k: got .*Fp8Tensor"),
+        ((tensors.q, tensors.k, of_int8.v), ValueError, "v: got Fp8Recipe"),
+        ((tensors.q, others.k, others.v), ValueError, "k, v: got other calls' than q"),
+    ):
+        with pytest.raises(error, match=match):
+            attention(*parts)
+    for name, value in {"bias": q, "kernel": "sm90", "kv_lens": [3], "layout": "bshd"}.items():
+        with pytest.raises(ValueError, match=f"{name}: got one beside Fp8Tensors; expected none"):
+            attention(tensors.q, tensors.k, tensors.v, **{name: value})
+    parts = others.q, others.k, others.v
+    del others
+    with pytest.raises(ValueError, match="whose result is gone"):
+        attention(*parts)
+    plain = quantize_fp8(q, k, v, Fp8Recipe(center_k=False))  # which needs nothing else
+    parts, expected = (plain.q, plain.k, plain.v), attention_quantized(plain)
+    del plain
+    np.testing.assert_array_equal(attention(*parts), expected)

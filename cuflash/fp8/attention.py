@@ -17,7 +17,7 @@ from .gpu_tensors import GpuFp8Tensors
 from .inputs import DTYPES, check_out, checked_spec
 from .quantize import quantize_operands
 from .recipe import Fp8Recipe, recipe_of
-from .tensors import Fp8Tensors
+from .tensors import Fp8Tensor, Fp8Tensors
 
 Array = np.ndarray[Any, Any]
 
@@ -184,6 +184,47 @@ def attention_quantized(
         found = found if out is None else out
         return (found, lse) if return_lse else found
     return _attend(spec, tensors, operands, out)
+
+
+def attention_of_tensors(
+    q: Fp8Tensor, k: Any, v: Any, taken: dict[str, Any], refused: dict[str, Any]
+) -> Any:
+    """`attention_quantized` with the options `taken`, of three tensors of one call.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument: k or v where they don't belong to q, and any of `refused` that is
+        given.
+    """
+    for name, tensor in (("k", k), ("v", v)):
+        if not isinstance(tensor, Fp8Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}; expected an Fp8Tensor, as q is")
+    owner = q.owner
+    if owner is None or k.owner is not owner or v.owner is not owner:
+        owner = _put_together(q, k, v)
+    for name, value in refused.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: got one beside Fp8Tensors; expected none, as they have theirs or take none"
+            )
+    return attention_quantized(owner, **taken)
+
+
+def _put_together(q: Fp8Tensor, k: Fp8Tensor, v: Fp8Tensor) -> Fp8Tensors:
+    """What doesn't fit is told as of `Fp8Tensors`, which may need more than the three."""
+    try:
+        together = Fp8Tensors(q.get(), k.get(), v.get())
+    except ValueError as error:
+        if not str(error).startswith(("mean_scores", "first_values")):
+            raise
+    else:
+        if isinstance(q.data, np.ndarray):
+            return together
+    raise ValueError(
+        "k, v: got other calls' than q, or of one whose result is gone; expected q, k and v of "
+        "what quantize_fp8 returned, while it exists"
+    )
 
 
 def _attend(spec: AttentionSpec, tensors: Fp8Tensors, operands: Operands, given: Any) -> Any:

@@ -128,7 +128,7 @@ class GpuFp8Tensors(Fp8Tensors):
         if layout == "bshd" and self.rank >= 3:
             codes = codes.swapaxes(1, 2)
         data = codes[(0,) * (4 - self.rank)]
-        return Fp8Tensor(
+        tensor = Fp8Tensor(
             role,
             data,
             scale,
@@ -138,6 +138,8 @@ class GpuFp8Tensors(Fp8Tensors):
             layout,
             **parts,
         )
+        tensor.belong_to(self)
+        return tensor
 
     def _codes(self, name: str, *shape: int) -> Any:
         """Of channels after rotation, without those that fill up the kernel's head dim."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,6 +108,17 @@ class Fp8Tensor:
         ):
             if name in allowed:
                 _check_part(f"{name}.{part}", getattr(self, part), used, wanted)
+
+    @property
+    def owner(self) -> Fp8Tensors | None:
+        """The `Fp8Tensors` that this belongs to, while they exist."""
+        reference = vars(self).get("_owner")
+        return None if reference is None else reference()
+
+    def belong_to(self, owner: Fp8Tensors) -> None:
+        """Become one of the `owner`'s, which is referred to weakly, unless it is another's."""
+        if self.owner is None:
+            vars(self)["_owner"] = weakref.ref(owner)
 
     @property
     def block(self) -> Block:
@@ -243,6 +255,8 @@ class Fp8Tensors:
             q.recipe.first_tile_16bit,
             (batch, v.kv_heads, keys, v.head_dim),
         )
+        for tensor in (q, k, v):
+            tensor.belong_to(self)
 
     @property
     def recipe(self) -> Fp8Recipe:
