@@ -125,7 +125,9 @@ def test_the_kernel_has_the_same_limits() -> None:
     text = source.read("sm90/config.cuh")
     limits = re.search(r"BYTES <= \(Config::RESIDENT == 2 \? (\d+) : (\d+)\)", text)
     consumers = re.search(
-        r"CONSUMER_REGISTERS = RESIDENT == 2 \? (\d+) : GROUPS == 3 \? (\d+) : (\d+)", text
+        r"CONSUMER_REGISTERS = RESIDENT == 2 \? (\d+) : GROUPS == 4 \? \d+ : "
+        r"GROUPS == 3 \? (\d+) : (\d+)",
+        text,
     )
     works = re.search(r"BYTES = works \+ (\d+)", text)
     assert limits is not None

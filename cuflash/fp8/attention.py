@@ -206,7 +206,7 @@ def attention_of_tensors(
     for name, value in refused.items():
         if value is not None:
             raise ValueError(
-                f"{name}: got one beside Fp8Tensors; expected none, as they have theirs or take none"
+                f"{name}: got one beside Fp8Tensors; expected none: they know theirs or take none"
             )
     return attention_quantized(owner, **taken)
 
