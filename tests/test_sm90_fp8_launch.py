@@ -50,8 +50,11 @@ class Kernel:
         counters = SimpleNamespace(address=lambda: COUNTER)
         patch.setattr(sm90_fp8.tickets, "counters", lambda index: counters)
 
-    def launcher(self, kernel: Any, blocks: int, threads: int, shared_memory: int,
-                 changing: Struct, struct: bytes) -> Callable[..., None]:  # fmt: skip
+    def launcher(
+        self, kernel: Any, blocks: int, threads: int, shared_memory: int, changing: Struct,
+        struct: bytes, *, early: bool,
+    ) -> Callable[..., None]:  # fmt: skip
+        assert early  # for which the kernel waits
         self.blocks, self.threads, self.shared_memory = blocks, threads, shared_memory
 
         def launch(*values: Any) -> None:

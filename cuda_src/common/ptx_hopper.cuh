@@ -10,6 +10,10 @@ struct __align__(64) TensorMap {
     u64 opaque[16];
 };
 
+// griddepcontrol: a kernel that is launched early waits for all that the kernel before it wrote; that one lets it start.
+__device__ __forceinline__ void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
 // fence.mbarrier_init: makes barriers known to asynchronous copies and to the cluster.
 __device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 

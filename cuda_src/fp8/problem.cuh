@@ -1,7 +1,7 @@
 // What the kernels of `quantize.cu` are given, and the numbers that they share.
 #pragma once
 
-#include "common/ptx_ampere.cuh"
+#include "common/ptx_hopper.cuh"
 
 namespace cuflash {
 

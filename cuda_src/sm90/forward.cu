@@ -42,6 +42,8 @@ __device__ __forceinline__ void forward(const Arguments& a) {
     else
         __syncthreads();
 
+    if (Config::EIGHT) await_kernel_before();
+
     if (group == 0) {
         give_registers<Config::PRODUCER_REGISTERS>();
         if (threadIdx.x < 32) {

@@ -189,7 +189,7 @@ def prepare(
     kernel = module.load(module_, device).function(module_.name)
     queue = launcher(
         kernel, min(device.sm_count or _SMS, cut.tickets), 128 * (tile.groups + 1),
-        variant.shared_memory, CHANGING_WITH_SCALES, arguments.tobytes(),
+        variant.shared_memory, CHANGING_WITH_SCALES, arguments.tobytes(), early=True,
     )  # fmt: skip
     layouts = _layouts(spec, variant, cut, shapes)
     counters = tickets.counters(device.index) if variant.bounded else None

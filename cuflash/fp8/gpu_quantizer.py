@@ -169,10 +169,11 @@ def prepare(
         padded[:, : rotation.dim] = rotation.signs[:, 0]
         signs = cupy.asarray(padded)
     struct = _lasting_arguments(spec, recipe, shapes, rotation.block, signs).tobytes()
-    queues = [
-        launcher(loaded.function(f"cuflash_fp8_{name}"), *cut, _CHANGING, struct)
-        for name, cut in _cuts(recipe, shapes, device.sm_count or _SMS).items()
-    ]
+    queues = []
+    for name, cut in _cuts(recipe, shapes, device.sm_count or _SMS).items():
+        kernel = loaded.function(f"cuflash_fp8_{name}")
+        early = name != "statistics"
+        queues.append(launcher(kernel, *cut, _CHANGING, struct, early=early))
     places: dict[str, int] = {}
     end = 0
     for name, size in shapes.sizes.items():

@@ -6,14 +6,37 @@ For less of the host's time than CuPy's own launcher, which looks at each argume
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from struct import Struct
 from typing import Any
 
+_ALLOWED = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """`CUlaunchAttribute` of the driver API."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """`CUlaunchConfig` of the driver API."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
 
 def launcher(
-    kernel: Any, blocks: int, threads: int, shared_memory: int, changing: Struct, struct: bytes
-) -> Callable[..., None]:
+    kernel: Any, blocks: int, threads: int, shared_memory: int, changing: Struct, struct: bytes,
+    *, early: bool = False,
+) -> Callable[..., None]:  # fmt: skip
     """A function that queues `kernel` on the current stream, given what changes in its struct.
 
     Parameters
@@ -28,6 +51,9 @@ def launcher(
         The first fields of the struct, which are the arguments of each launch.
     struct : bytes
         The whole struct, of which the rest lasts.
+    early : bool
+        The kernel may start while the one before it in the stream ends, for which it waits itself
+        (PTX ISA, griddepcontrol): what lies between two kernels, some microseconds, is then hidden.
     """
     from cupy.cuda import driver, get_current_stream
 
@@ -35,6 +61,9 @@ def launcher(
     function = kernel.kernel  # a reference keeps its module loaded
     address = function.ptr
     spare: list[tuple[Any, Any, int]] = []
+
+    if early:
+        return _early_launch(function, blocks, threads, shared_memory, changing, struct)
 
     def launch(*values: Any) -> None:
         # A copy that no other thread has: others run while the driver reads it.
@@ -50,6 +79,45 @@ def launcher(
         spare.append(copy)
 
     return launch
+
+
+def _early_launch(
+    function: Any, blocks: int, threads: int, shared_memory: int, changing: Struct, struct: bytes
+) -> Callable[..., None]:
+    from cupy.cuda import driver, get_current_stream
+
+    attribute = _Attribute(id=_ALLOWED)
+    attribute.value[0] = 1
+    queue = _driver_launch()
+    spare: list[tuple[tuple[Any, Any, int], _Config]] = []
+
+    def launch(*values: Any) -> None:
+        try:
+            copy, config = spare.pop()
+        except IndexError:
+            copy = _copy(struct)
+            config = _Config(
+                grid=(blocks, 1, 1), block=(threads, 1, 1), shared_memory=shared_memory,
+                attributes=ctypes.pointer(attribute), count=1,
+            )  # fmt: skip
+        changing.pack_into(copy[0], 0, *values)
+        config.stream = get_current_stream().ptr
+        status = queue(ctypes.byref(config), function.ptr, copy[2], None)
+        if status:
+            raise driver.CUDADriverError(status)
+        spare.append((copy, config))
+
+    return launch
+
+
+@functools.cache
+def _driver_launch() -> Any:
+    function: Any = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes = (
+        ctypes.POINTER(_Config), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
+    )  # fmt: skip
+    function.restype = ctypes.c_int
+    return function
 
 
 def _copy(struct: bytes) -> tuple[Any, Any, int]:
