@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,7 @@ class Call:
         lse_shape = (spec.batch, spec.q_heads, spec.q_len)[4 - operands.q.ndim :]
         self._lse_shape = lse_shape if spec.return_lse else None
         self._lse_dtype = np.float64 if spec.dtype == "float64" else np.float32
+        self._start_of_out = _start_of("out", operands)
         self._clashes = _clashes(operands)
         self._run: Callable[[Operands], None] = _nothing_to_compute
 
@@ -93,10 +95,10 @@ class Call:
         out = operands.out
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ValueError("out: got a read-only array; expected one that can be written")
-        start = address(out)
-        for name, low, high in self._clashes:
-            array = getattr(operands, name)
-            if low < address(array) - start < high and may_overlap(out, array):
+        start = self._start_of_out(operands)
+        for name, start_of, low, high in self._clashes:
+            near = low < start_of(operands) - start < high
+            if near and may_overlap(out, getattr(operands, name)):
                 raise ValueError(f"out: shares memory with {name}; expected memory of its own")
 
 
@@ -152,8 +154,17 @@ def _is_lasting(option: Any) -> bool:
     return isinstance(option, _LASTING) or (type(option) is tuple and all(map(_is_lasting, option)))
 
 
-def _clashes(operands: Operands) -> list[tuple[str, int, int]]:
-    """Inputs that could share memory with `out`, and between which distances from it they do."""
+def _start_of(name: str, operands: Operands) -> Callable[[Operands], int]:
+    """What tells where an operand of this kind starts in memory."""
+    if isinstance(getattr(operands, name), np.ndarray):
+        return lambda given: address(getattr(given, name))
+    return operator.attrgetter(f"{name}.data.ptr")
+
+
+def _clashes(operands: Operands) -> list[tuple[str, Callable[[Operands], int], int, int]]:
+    """Inputs that could share memory with `out`, what tells where they start, and between which
+    distances from it they do.
+    """
     out = operands.out
     if out is None:
         return []
@@ -161,7 +172,7 @@ def _clashes(operands: Operands) -> list[tuple[str, int, int]]:
     del inputs["out"]
     low, high = reach(out)
     return [
-        (name, low - end, high - first)
+        (name, _start_of(name, operands), low - end, high - first)
         for name, array in inputs.items()
         # Lengths of the host lie elsewhere than an output on the device.
         if array is not None and module_of(array) is module_of(out)
