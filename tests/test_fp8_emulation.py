@@ -96,7 +96,7 @@ def one_row(tensors: Fp8Tensors, h: int, i: int, keys: Array) -> tuple[Array, fl
             share = sum(sums_of) * n / 64 * 8 * pmax / 448
             alike = max(sums_of) < 4 * min(sums_of)
             down = low and max(sums_of) < 1 / 4 and alike and share > total
-            watch = 0 if down else watch / 4 if low else watch
+            watch = 0 if down else sums_of[0] / 16 if low else watch
             new = max(scores.max(), reference - 20) if down or max(sums_of) > 450 else reference
         elif recipe.reference == "lagging":
             watch = 1 / 4

@@ -184,7 +184,7 @@ class _Block:
         share = whole * np.float32(self.spec.kv_len * 8 / REFERENCE_KEYS)
         alike = largest < 4 * quarters.min(axis=1, keepdims=True)
         down = low & (largest < least) & alike & (share > self.total)
-        self.least[low] /= 4
+        self.least[low] = quarters[:, :1][low] / 16
         self.least[down] = 0
         self.least[first & seen] = least
         moves: Array = (first | down | (largest > most)) & seen
