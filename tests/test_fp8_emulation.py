@@ -69,7 +69,7 @@ def one_row(tensors: Fp8Tensors, h: int, i: int, keys: Array) -> tuple[Array, fl
     top = reference = -math.inf
     above, watch = 6 if recipe.reference == "lagging" else 0, 0.0
     octaves = 0 if recipe.reference == "running" else 20
-    total = first_total = 0.0
+    total = 0.0
     sums = np.zeros(v.head_dim)
     shares_scale = v.block in ("tensor", "head", "channel")
     for begin in reversed(range(0, n, 64)):
@@ -96,18 +96,17 @@ def one_row(tensors: Fp8Tensors, h: int, i: int, keys: Array) -> tuple[Array, fl
             share = sum(sums_of) * n / 64 * 8 * pmax / 448
             alike = max(sums_of) < 4 * min(sums_of)
             down = low and max(sums_of) < 1 / 4 and alike and share > total
-            watch = 0 if down else watch / 4 if low else watch
+            watch = 0 if down else sums_of[0] / 16 if low else watch
             new = max(scores.max(), reference - 20) if down or max(sums_of) > 450 else reference
         elif recipe.reference == "lagging":
             watch = 1 / 4
         top = max(top, new)
         weights = 2 ** (scores - new) * pmax / 2**above
         alpha = 0.0 if reference == -math.inf else 2 ** (reference - new)
-        total, sums, first_total = total * alpha + weights.sum(), sums * alpha, first_total * alpha
+        total, sums = total * alpha + weights.sum(), sums * alpha
         if begin < 128 and tensors.first_values is not None:
             first = tensors.first_values[0, g, seen].astype(np.float64)
             sums = sums + weights.astype(np.float16).astype(np.float64) @ first
-            first_total += weights.sum()
         else:
             values = decode(v.codes[0, g, seen], "e4m3").astype(np.float64)
             if shares_scale:
@@ -125,7 +124,7 @@ def one_row(tensors: Fp8Tensors, h: int, i: int, keys: Array) -> tuple[Array, fl
                           if shares_scale else 1)  # fmt: skip
     for mean in (v.mean, v.residual):
         if mean is not None:
-            out = out + mean[0, g, 0] * (1 - first_total / total)
+            out = out + mean[0, g, 0]
     lse = (reference - math.log2(pmax) + above) * math.log(2) + math.log(total)
     if tensors.mean_scores is not None:
         lse += float(tensors.mean_scores[0, h, i]) / math.sqrt(q.head_dim)

@@ -102,7 +102,7 @@ __device__ __forceinline__ bool find_moves(bool (&moves)[2], Rows& rows, const f
         const float share = sum_of_row(sums[half]) * (float(a.kv_len) * (8.f / Config::BN));
         const bool down = low & sum < LEAST & alike & share > sum_of_row(rows.total[half]);
         moves[half] = sum > MOST | down;
-        if (low & !down) rows.least[half] *= 0.25f;  // watched in vain: less often
+        if (sums[half] < rows.least[half] && !down) rows.least[half] = sums[half] / 16;  // watched in vain: for less
     }
     return __any_sync(~0u, moves[0] | moves[1]);
 }

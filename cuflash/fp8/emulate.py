@@ -132,7 +132,6 @@ class _Block:
         self.reference = self.top.copy()
         self.least = np.zeros((rows, 1), np.float32)  # sums below it may move a lagging reference
         self.total = np.zeros((rows, 1), np.float32)
-        self.first_total = np.zeros((rows, 1), np.float32)  # of the 16-bit tile
         self.sums = np.zeros((rows, spec.head_dim_v), np.float32)
 
     def run(self) -> None:
@@ -159,12 +158,9 @@ class _Block:
         rows = moves[:, 0] if self.recipe.reference == "lagging" else slice(None)
         weights[rows] = self.weights(scores, rows)
         rescale = np.exp2(before - _finite(self.reference))
-        sums = weights.sum(axis=-1, keepdims=True)
-        self.total = self.total * rescale + sums
-        self.first_total *= rescale
+        self.total = self.total * rescale + weights.sum(axis=-1, keepdims=True)
         self.sums *= rescale
         if begin < TILE_KEYS and self.keys.first is not None:
-            self.first_total += sums
             halves = weights.astype(np.float16).astype(np.float32)
             self.sums += halves @ self.keys.first[begin:end]
         else:
@@ -188,7 +184,7 @@ class _Block:
         share = whole * np.float32(self.spec.kv_len * 8 / REFERENCE_KEYS)
         alike = largest < 4 * quarters.min(axis=1, keepdims=True)
         down = low & (largest < least) & alike & (share > self.total)
-        self.least[low] /= 4
+        self.least[low] = quarters[:, :1][low] / 16
         self.least[down] = 0
         self.least[first & seen] = least
         moves: Array = (first | down | (largest > most)) & seen
@@ -251,8 +247,7 @@ class _Block:
         seen = self.total != 0  # NaN too
         rows = np.divide(self.sums, self.total, out=self.sums, where=seen)
         rows *= keys.end_scale
-        share = np.divide(self.first_total, self.total, where=seen, out=np.zeros_like(self.total))
-        rows += keys.added * (1 - share)
+        rows += keys.added
         np.copyto(rows, 0, where=~seen)
         shape = (spec.group, self.last - self.first)
         out[keys.b, self.q_heads, self.first : self.last] = rows.reshape(*shape, -1)

@@ -27,9 +27,6 @@ from .tensors import Fp8Tensor, Fp8Tensors
 Array = np.ndarray[Any, Any]
 
 _LARGEST_BALANCE = 256.0
-# In units of its scale, v of a 16-bit first tile has to be a float16. Its scale grows where v is
-# far larger than its distance from the mean; e4m3 is as precise at smaller codes.
-_LARGEST_FIRST_VALUE = 32768.0
 
 
 def quantize_fp8(
@@ -150,17 +147,18 @@ def _quantize_scores(
 def _quantize_values(operands: Operands, recipe: Fp8Recipe) -> tuple[Fp8Tensor, Array | None]:
     """v, and its first tile in 16 bit where the recipe asks for it."""
     values = _used(bhsd_view(operands.v, operands.layout), operands.kv_lens)
-    first = values.rows[:, :, :TILE_KEYS] if recipe.first_tile_16bit else None
     mean = values.mean() if recipe.center_v else None
     if mean is not None:
         values = values.minus(mean)
-    codes, scale = _round(values.rows, recipe.v_block, "e4m3", first)
-    if first is not None:
-        first = (first / np.where(scale == 0, 1, scale)).astype(np.float16)
+    codes, scale = _round(values.rows, recipe.v_block, "e4m3")
     residual = None
     if recipe.residual_mean:
         rounded = decode(codes, "e4m3") * spread(scale, recipe.v_block, codes.shape[2])
         residual = values.with_rows(values.rows - rounded).mean()
+    first = None
+    if recipe.first_tile_16bit:  # without all that is added to results
+        first = values.rows[:, :, :TILE_KEYS] - (0 if residual is None else residual)
+        first = (first / np.where(scale == 0, 1, scale)).astype(np.float16)
     _, kv_heads, _, head_dim = codes.shape
     data = _in_layout(codes, operands.layout, operands.v.ndim)
     v = Fp8Tensor(
@@ -231,15 +229,9 @@ def _balance(queries: _Rows, keys: _Rows) -> Array:
     return balance
 
 
-def _round(
-    rows: Array, block: Block, dtype: str, first: Array | None = None
-) -> tuple[Array, Array]:
-    """Codes and scales of rows; `first`, where given, fits float16 in units of the scales too."""
-    sizes = largest_sizes(rows, block)
-    if first is not None:
-        limit = largest(dtype) / _LARGEST_FIRST_VALUE
-        sizes = np.maximum(sizes, largest_sizes(first, block) * np.float32(limit))
-    scales = scales_of(sizes, largest(dtype))
+def _round(rows: Array, block: Block, dtype: str) -> tuple[Array, Array]:
+    """Codes and scales of rows."""
+    scales = scales_of(largest_sizes(rows, block), largest(dtype))
     return encode(divided(rows, scales, block), dtype), scales
 
 

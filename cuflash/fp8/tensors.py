@@ -189,8 +189,8 @@ class Fp8Tensors:
     ----------
     q, k, v : Fp8Tensor
     first_values : (batch, kv_heads, keys, head_dim) float16 array, or None
-        v of the first 128 keys in units of its scale, where the recipe's `first_tile_16bit` asks
-        for it.
+        v of the first 128 keys, less its `mean` and `residual`, in units of its scale, where the
+        recipe's `first_tile_16bit` asks for it.
     mean_scores : (batch, q_heads, q_len) float32 array, or None
         ``q @ mean`` with the mean that was subtracted from k, which the log-sum-exp needs.
     q_lens, kv_lens : (batch,) integer array, or None
