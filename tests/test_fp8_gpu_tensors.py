@@ -57,7 +57,7 @@ def laid_out(tensors: Fp8Tensors, bucket: int, layout: str, rank: int) -> GpuFp8
     for name, part in parts.items():
         places[name] = len(memory)
         memory += np.ascontiguousarray(part).tobytes()
-    codes = Codes(np.frombuffer(memory, np.uint8), *(0,) * 8, places)
+    codes = Codes(np.frombuffer(memory, np.uint8), *(0,) * 9, places)
     spec: Any = SimpleNamespace(dtype="float16", head_dim=q.head_dim, head_dim_v=v.head_dim)
     device: Any = None
     return GpuFp8Tensors(spec, tensors.recipe, device, codes, shapes, rank, layout, None, None)

@@ -54,7 +54,7 @@ def relative(found: Any, expected: Any) -> float:
 LSE_NEAR = {"e4m3": 5e-3, "int8": 2e-4}
 
 
-@pytest.mark.parametrize("recipe", ["f8", "i8"])
+@pytest.mark.parametrize("recipe", ["f8", "i8", "f8+", "i8+"])
 @pytest.mark.parametrize("dim", [64, 128, 256, 96, 24])
 @pytest.mark.parametrize("way", ["full", "causal", "window"])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -86,7 +86,7 @@ def test_the_inner_loop_of_8_bits_multiplies_and_fences_nothing(
     dim: int, qk_dtype: str, bounded: bool, tmp_path: Path
 ) -> None:
     """On two tiles of 64 keys, by turns from one set of registers to another."""
-    variant = sm90_fp8.Variant(dim, qk_dtype, "lagging", "float16", bounded, False, False)
+    variant = sm90_fp8.Variant(dim, qk_dtype, "lagging", "float16", bounded, False, False, False)
     module = sm90_fp8.specialisation(variant)
     entry = cache.get(module, "sm_90a", show_progress=False)
     (resources,) = entry.resources.values()

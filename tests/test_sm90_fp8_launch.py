@@ -23,9 +23,12 @@ from cuflash.runtime.tensormap import Layout
 from cuflash.spec import AttentionSpec, Options
 
 HOPPER = named("9.0")
-CODES = Codes(None, *range(0x1000, 0x9000, 0x1000), {})
+CODES = Codes(None, *range(0x1000, 0xA000, 0x1000), {})
 OUT, LSE, LENS, COUNTER = 0xA000, 0xB000, 0xC000, 0xD000
-NAMES = {CODES.q_codes: "q", CODES.k_codes: "k", CODES.v_codes: "v", OUT: "out"}
+NAMES = {
+    CODES.q_codes: "q", CODES.k_codes: "k", CODES.v_codes: "v", OUT: "out",
+    CODES.first_values: "first",
+}  # fmt: skip
 DIMS = (24, 64, 96, 128, 200, 256)
 
 
@@ -99,14 +102,15 @@ def test_boxes_bring_the_bytes_that_are_waited_for(dim: int, kernel: Kernel) -> 
     kernel.run(spec, PRESETS["f8"])
     bucket = Variant.of(spec, PRESETS["f8"]).head_dim
     row = min(bucket, 128)  # of Q and K in shared memory
-    q, k, v, out = (kernel.maps[name] for name in ("q", "k", "v", "out"))
+    q, k, v, out, first = (kernel.maps[name] for name in ("q", "k", "v", "out", "first"))
     assert q.box[0] * bucket // row * np.prod(q.box[1:]) == bucket * 64
     assert k.box[0] * k.box[2] * (bucket // row) == KEYS * bucket
     assert v.box[0] * v.box[2] == KEYS * bucket
     assert out.box[0] * 2 == 128
+    assert first.box[0] * first.box[2] * 2 == 128 * 2 * KEYS  # a panel
     for name, layout in kernel.maps.items():
-        item_size = 2 if name == "out" else 1
-        assert layout.dtype == ("float16" if name == "out" else "uint8")
+        item_size = 2 if name in ("out", "first") else 1
+        assert layout.dtype == {1: "uint8", 2: "float16"}[item_size]
         assert layout.box[0] * item_size == layout.swizzle_bytes
         assert all(step % 16 == 0 for step in layout.byte_strides)
     assert (q.swizzle_bytes, k.swizzle_bytes, v.swizzle_bytes) == (row, row, KEYS)
@@ -118,12 +122,15 @@ def test_boxes_bring_the_bytes_that_are_waited_for(dim: int, kernel: Kernel) -> 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("reference", ["lagging", "tile"])
-def test_what_the_kernel_is_compiled_for(reference: str, dim: int) -> None:
-    variant = Variant.of(spec_of(dim), Fp8Recipe(reference=reference))
+@pytest.mark.parametrize("first", [False, True])
+def test_what_the_kernel_is_compiled_for(first: bool, reference: str, dim: int) -> None:
+    recipe = Fp8Recipe(reference=reference, first_tile_16bit=first)
+    variant = Variant.of(spec_of(dim), recipe)
     assert variant.shared_memory <= 232_448
     config = dict(sm90_fp8.specialisation(variant).config)
     assert config["shared_memory"] == variant.shared_memory
     assert config["lagging"] == (reference == "lagging")
+    assert config["first"] == first
     assert config["keys"] == KEYS
 
 
@@ -131,7 +138,6 @@ def test_what_the_kernel_is_compiled_for(reference: str, dim: int) -> None:
     ("changes", "reason"),
     [
         ({"reference": "running"}, "takes reference lagging or tile, not running"),
-        ({"first_tile_16bit": True}, "takes first_tile_16bit False, not True"),
         ({"v_block": 64}, "takes v_block channel, not 64"),
         ({"rotation": "orthogonal"}, "no matrix"),
     ],

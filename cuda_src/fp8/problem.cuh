@@ -44,12 +44,13 @@ struct Arguments {
     float* k_scales;     // (entries, kv_heads, key_blocks, 4)
     float* lse_shifts;   // (entries, q_heads, q_len): products of rows with the mean of K; or null
     float* code_sums;    // (entries, kv_heads, key_blocks / 2, D): of V's codes; or null
+    u16* first_values;   // (entries, kv_heads, TILE, D), of the first keys: V less v_means, in units of v_scales, in float16
     int entries, q_heads, kv_heads, group, q_len, kv_len, dim, q_chunks, kv_chunks, key_blocks;
     int q_sharing, k_sharing;
     int center_k, center_v, balanced, signs_per_head;  // whether
     float root;   // 1 / sqrt(MIXED)
 };
-static_assert(sizeof(Arguments) == 312, "the fields and sizes in fp8/gpu_quantizer.py");
+static_assert(sizeof(Arguments) == 320, "the fields and sizes in fp8/gpu_quantizer.py");
 
 __device__ __forceinline__ int used(const i64* lens, int entry, int capacity) {
     if (lens == nullptr) return capacity;

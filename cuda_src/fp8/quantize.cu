@@ -7,7 +7,8 @@
 //
 // All of it is to take as long as its bytes do: each input is read twice and the codes are written once. `statistics` reads
 // chunks of rows, `summary` makes of those what a head's channels need, and `codes` has blocks that stay on their
-// multiprocessor, take one tile after another, and have the next one's bytes under way meanwhile. `means` comes last. Each
+// multiprocessor, take one tile after another, and have the next one's bytes under way meanwhile. `means` comes last,
+// or `first` where the first values are kept. Each
 // starts while the one before ends, so that nothing lies between them.
 
 #include "fp8/rows.cuh"
@@ -60,5 +61,9 @@ __global__ void __launch_bounds__(CONFIG_THREADS, CONFIG_RESIDENT) cuflash_fp8_c
 __global__ void __launch_bounds__(cuflash::SUMMARY_THREADS) cuflash_fp8_means(const __grid_constant__ Arguments a) {
     cuflash::let_next_kernel_start(), cuflash::await_kernel_before();
     cuflash::finish_means(a);
+}
+__global__ void __launch_bounds__(cuflash::SUMMARY_THREADS) cuflash_fp8_first(const __grid_constant__ Arguments a) {
+    cuflash::let_next_kernel_start(), cuflash::await_kernel_before();
+    cuflash::keep_first_values(a);
 }
 }

@@ -221,4 +221,24 @@ __device__ __forceinline__ void finish_means(const Arguments& a) {
     a.v_means[c.at] -= a.v_scales[c.at] * (sum / keys);
 }
 
+// A block has a head, after its means are known.
+__device__ __forceinline__ void keep_first_values(const Arguments& a) {
+    const int entry = blockIdx.x / a.kv_heads, head = blockIdx.x % a.kv_heads, unit = threadIdx.x % UNITS;
+    const int keys = unit * 8 < a.dim ? used(a.kv_lens, entry, a.kv_len) : 0;
+    const float *means = a.v_means + i64(blockIdx.x) * D + unit * 8, *scales = a.v_scales + i64(blockIdx.x) * D + unit * 8;
+    uint4* to = reinterpret_cast<uint4*>(a.first_values) + i64(blockIdx.x) * (TILE * UNITS);
+    for (int key = threadIdx.x / UNITS; key < TILE; key += SUMMARY_THREADS / UNITS) {
+        u32 words[4] = {};
+        if (key < keys) {
+            float x[8];
+            to_floats(x, __ldg(reinterpret_cast<const uint4*>(row_of(a.v, entry, head, key) + unit * 8)));
+#pragma unroll
+            for (int i = 0; i < 8; ++i) x[i] = (x[i] - means[i]) / (scales[i] == 0.f ? 1.f : scales[i]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words[i] = pack(x[2 * i], x[2 * i + 1], Float16());
+        }
+        to[key * UNITS + unit] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}
+
 }  // namespace cuflash

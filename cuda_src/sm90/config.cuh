@@ -14,6 +14,7 @@ struct Config {
     static constexpr int D = CONFIG_HEAD_DIM;  // buckets at or above the true dims; tensor copies fill up with zeros
     static constexpr int DV = CONFIG_HEAD_DIM_V;
     static constexpr int BN = CONFIG_KEYS;
+    static constexpr bool FIRST = EIGHT && CONFIG_FIRST;  // 8 bits: the values of the first two tiles of keys come in 16
     static constexpr bool LAGGING = CONFIG_LAGGING;     // 8 bits: references stay for a while; else each of those keys' own
     static constexpr int GROUPS = CONFIG_GROUPS;        // warpgroups that multiply, 64 query rows each
     static constexpr int STAGES = CONFIG_STAGES;        // tiles of K, and of V, in flight
@@ -52,6 +53,7 @@ static_assert(Config::CLUSTER == 1 || !Config::DYNAMIC, "the blocks of a pair wo
 
 struct __align__(64) Arguments {
     TensorMap q, k, v, out;  // (columns, heads, rows, entries)
+    TensorMap first;         // of 16 bits beside 8: the values of the first two tiles of keys, less v_means, in units of v_scales
     float* lse;              // (entries, q_heads, q_len), or null
     const i64* q_lens;       // or null
     const i64* kv_lens;      // or null
@@ -75,7 +77,7 @@ struct __align__(64) Arguments {
     float premultiply;       // of a raw score before that, where SCORES says so
     float unseen;            // largest score of a row that has seen no key: finite, so that hidden scores weigh 0
 };
-static_assert(sizeof(Arguments) == 704, "the fields and sizes in families/sm90.py");
+static_assert(sizeof(Arguments) == 832, "the fields and sizes in families/sm90.py");
 
 // Byte offsets in dynamic shared memory.
 struct Shared {
@@ -84,14 +86,17 @@ struct Shared {
     static constexpr u32 q = 0, k = q + Config::GROUPS * Q_GROUP, v = k + Config::STAGES * K_STAGE;
     static constexpr u32 after = v + Config::STAGES * V_STAGE;
     static constexpr u32 o = Config::OUT_OVER_Q ? q : after;
-    static constexpr u32 works = after + (Config::OUT_OVER_Q ? 0 : Config::GROUPS * O_GROUP);  // two records
+    static constexpr u32 first = after + (Config::OUT_OVER_Q ? 0 : Config::GROUPS * O_GROUP);  // panels of 64 columns
+    static constexpr u32 FIRST_PANEL = 2 * Config::BN * 128;
+    static constexpr u32 works = first + (Config::FIRST ? Config::DV / 64 * FIRST_PANEL : 0);  // two records
     static constexpr u32 barriers = works + 128;
     static constexpr u32 k_full = barriers, k_empty = k_full + 8 * Config::STAGES;
     static constexpr u32 v_full = k_empty + 8 * Config::STAGES, v_empty = v_full + 8 * Config::STAGES;
     static constexpr u32 q_full = v_empty + 8 * Config::STAGES, q_empty = q_full + 8 * Config::GROUPS;
     static constexpr u32 work_full = q_empty + 8 * Config::GROUPS, work_empty = work_full + 16;
+    static constexpr u32 first_full = work_empty + 16, first_empty = first_full + 8;
     static constexpr u32 BYTES = works + 1024;
-    static_assert(work_empty + 16 <= BYTES, "barriers and records");
+    static_assert(first_empty + 8 <= BYTES, "barriers and records");
     static_assert(Q_GROUP % 512 == 0 && K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && O_GROUP % 512 == 0, "swizzles");
     static_assert(!Config::OUT_OVER_Q || O_GROUP <= Q_GROUP, "out takes the place of Q");
     static_assert(BYTES == CONFIG_SHARED_MEMORY && BYTES <= (Config::RESIDENT == 2 ? 115712 : 232448),

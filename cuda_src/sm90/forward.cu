@@ -35,6 +35,8 @@ __device__ __forceinline__ void forward(const Arguments& a) {
             barrier_init(base + Shared::work_full + 8 * i, 1);
             barrier_init(base + Shared::work_empty + 8 * i, 128 * Config::GROUPS);
         }
+        barrier_init(base + Shared::first_full, 1);
+        barrier_init(base + Shared::first_empty, Config::GROUPS);
         publish_barriers();
     }
     if (Config::CLUSTER > 1)

@@ -19,6 +19,7 @@ __device__ __forceinline__ Scores& as_floats(int (&products)[Config::BN / 2]) { 
 }
 typedef float Out[Config::DV / 2];
 typedef u32 Weights[Config::BN * Config::ITEM / 8];  // what a product takes as its rows
+typedef u32 Weights16[Config::BN / 4];
 
 // What a thread is of its warpgroup.
 struct Thread {

@@ -50,6 +50,17 @@ __device__ __forceinline__ void produce(u32 base, int rank, const Arguments& a) 
         v_place.next();
     };
 
+    u32 first_parity = 1;
+    auto load_first_values = [&] {
+        const u32 full = base + Shared::first_full;
+        barrier_wait(base + Shared::first_empty, first_parity);
+        barrier_expect(full, Config::DV / 64 * Shared::FIRST_PANEL);
+#pragma unroll
+        for (int panel = 0; panel < Config::DV / 64; ++panel)
+            load_box(base + Shared::first + panel * Shared::FIRST_PANEL, a.first, full, panel * 64, kv_head, 0, work.entry);
+        first_parity ^= 1;
+    };
+
     int ticket = blockIdx.x / Config::CLUSTER;
     while (ticket < a.tickets) {
         work.find(ticket, rank, a);
@@ -57,6 +68,7 @@ __device__ __forceinline__ void produce(u32 base, int rank, const Arguments& a) 
         if (Config::EIGHT) work.kv_row = work.entry * (a.q_heads / a.group) + kv_head;
         hand_over();
         const bool any = work.begin < work.end;
+        if (Config::FIRST && any && work.end <= 2) load_first_values();
         if (any) load_keys(work.end - 1);
 #pragma unroll
         for (int group = 0; group < Config::GROUPS; ++group) {
@@ -75,6 +87,7 @@ __device__ __forceinline__ void produce(u32 base, int rank, const Arguments& a) 
         q_parity ^= 1;
 #pragma unroll 1
         for (int tile = work.end - 2; tile >= work.begin; --tile) {
+            if (Config::FIRST && tile == 1) load_first_values();
             load_keys(tile);
             load_values(tile + 1);
         }

@@ -44,4 +44,13 @@ __device__ __forceinline__ void multiply_weights_and_values(Out& out, const Weig
     }
 }
 
+// The same with the values of the first keys, of 16 bits: `first` are those of a tile.
+__device__ __forceinline__ void multiply_weights_and_first_values(Out& out, const Weights16& weights, u32 first) {
+#pragma unroll
+    for (int step = 0; step < Config::BN / 16; ++step) {
+        const u32 rows[4] = {weights[4 * step], weights[4 * step + 1], weights[4 * step + 2], weights[4 * step + 3]};
+        multiply_values(out, rows, descriptor(128) | (first + (step * 16 * 128 >> 4)), true, Float16());
+    }
+}
+
 }  // namespace cuflash

@@ -76,6 +76,23 @@ __device__ __forceinline__ void make_weights(Weights& weights, float (&sums)[2],
     }
 }
 
+// The same in 16 bits, in the order of columns.
+__device__ __forceinline__ void make_weights(Weights16& weights, float (&sums)[2], const Scores& scores, const Rows& rows,
+                                             float key_scale) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float factor = rows.factor[half] * key_scale, offset = rows.top[half] - LOG2_WEIGHT;
+        sums[half] = 0.f;
+#pragma unroll
+        for (int i = half; i < Config::BN / 4; i += 2) {
+            const float x = exp2_approx(fmaf(scores[2 * i], factor, -offset));
+            const float y = exp2_approx(fmaf(scores[2 * i + 1], factor, -offset));
+            sums[half] += x + y;
+            weights[i] = pack(x, y, Float16());
+        }
+    }
+}
+
 // Whether a reference of the warp may have to move.
 __device__ __forceinline__ bool may_move(const float (&sums)[2], const Rows& rows) {
     return __any_sync(~0u, sums[0] > MOST | sums[1] > MOST | sums[0] < rows.least[0] | sums[1] < rows.least[1]);
@@ -138,7 +155,8 @@ __device__ __forceinline__ void move_references(const bool (&moves)[2], Rows& ro
 }
 
 // Whether references moved, so that out has to be scaled. There are none before the first tile.
-__device__ __forceinline__ bool weigh(Weights& weights, const Scores& scores, Rows& rows, float key_scale, bool first,
+template <typename W>
+__device__ __forceinline__ bool weigh(W& weights, const Scores& scores, Rows& rows, float key_scale, bool first,
                                       const Arguments& a) {
     float sums[2];
     bool moves[2] = {true, true}, moved = !Config::LAGGING || first;

@@ -123,12 +123,13 @@ struct Consumer : Warpgroup {
 
     __device__ __forceinline__ void run() {
         auto prepare = [&](const Work& work) { clear_dead_values(work); };
-        Warpgroup::run(prepare, [&](const Work& work, const Span& span, Out& out, Rows& rows) {
+        auto walk = [&](const Work& work, const Span& span, Out& out, Rows& rows) {
             Weights weights;
             begin<true>(span.end - 1, true, sight_of(work), span, weights, rows);
             go_on(work, span, out, weights, rows);
             end(out, weights, rows);
-        });
+        };
+        Warpgroup::run(prepare, walk, [](const Work&, const Span&) {});
     }
 };
 

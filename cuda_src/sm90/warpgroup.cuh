@@ -209,9 +209,9 @@ struct Warpgroup {
     }
 
     // `walk(work, span, out, rows)` takes a warpgroup over the tiles of a span; before any is passed over or walked, all
-    // warpgroups `prepare(work)`.
-    template <typename Prepare, typename Walk>
-    __device__ __forceinline__ void run(Prepare prepare, Walk walk) {
+    // warpgroups `prepare(work)`; after all are, they `leave(work, span)`.
+    template <typename Prepare, typename Walk, typename Leave>
+    __device__ __forceinline__ void run(Prepare prepare, Walk walk, Leave leave) {
         if (Config::PING_PONG && group == 0) announce(TURN, 256);
         clear_unused_lines();
         Work work;
@@ -241,6 +241,7 @@ struct Warpgroup {
 #pragma unroll 1
                 for (int tile = span.begin; tile > work.begin; --tile) pass<false>();
             }
+            leave(work, span);
             store(work, out, rows);
             more = next_work(work);  // here: asked for in the condition, it takes registers that some tiles lack
         }

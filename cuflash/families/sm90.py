@@ -32,6 +32,7 @@ _LINES = 64  # of scores, that a warpgroup multiplies
 
 # struct Arguments of cuda_src/sm90/config.cuh
 _MAPS = ("q", "k", "v", "out")
+_MAP_OF_8_BITS = "first"  # else 0
 _POINTERS = ("lse", "q_lens", "kv_lens", "counter")
 _SCALES = ("q_scales", "k_scales", "v_scales", "v_means", "lse_shifts")  # of 8 bits, else null
 _INTS = (
@@ -41,7 +42,7 @@ _INTS = (
 )
 _FLOATS = ("factor", "premultiply", "unseen")
 _FIELDS: list[tuple[str, Any]] = [
-    *((name, (np.uint64, (tensormap.BYTES // 8,))) for name in _MAPS),
+    *((name, (np.uint64, (tensormap.BYTES // 8,))) for name in (*_MAPS, _MAP_OF_8_BITS)),
     *((name, np.uint64) for name in _POINTERS + _SCALES),
     *((name, np.int32) for name in _INTS),
     *((name, np.float32) for name in _FLOATS),
@@ -55,9 +56,12 @@ ARGUMENTS = np.dtype(
     },
     align=True,
 )
-_CHANGING = Struct(f"{len(_MAPS) * tensormap.BYTES}s{len(_POINTERS)}Q")  # from call to call
+# From call to call.
+_CHANGING = Struct(f"{len(_MAPS) * tensormap.BYTES}s{tensormap.BYTES}x{len(_POINTERS)}Q")
 # The same with 8 bits.
-CHANGING_WITH_SCALES = Struct(f"{len(_MAPS) * tensormap.BYTES}s{len(_POINTERS) + len(_SCALES)}Q")
+CHANGING_WITH_SCALES = Struct(
+    f"{(len(_MAPS) + 1) * tensormap.BYTES}s{len(_POINTERS) + len(_SCALES)}Q"
+)
 
 
 def supports(spec: AttentionSpec, device: Device) -> list[str]:
@@ -227,6 +231,7 @@ def _specialisation(variant: _Variant) -> Specialisation:
     config: tuple[tuple[str, int | bool | str], ...] = (
         ("bits", 16),
         ("lagging", True),
+        ("first", False),
         ("qk_element", fused.ELEMENT[variant.dtype]),
         ("v_element", fused.ELEMENT[variant.dtype]),
         ("out_element", fused.ELEMENT[variant.dtype]),

@@ -44,6 +44,8 @@ class Tile:
 # at a time are faster than fewer with more: while some wait for products, exponentials of others
 # go on. Registers allow no more.
 _TILES = {64: Tile(4, 4), 128: Tile(3, 4), 256: Tile(2, 4)}
+# With the values of the first two tiles in 16 bits, which take registers and shared memory.
+_TILES_WITH_FIRST = {64: Tile(3, 4), 128: Tile(3, 4), 256: Tile(2, 2)}
 _REFERENCES = ("lagging", "tile")
 
 
@@ -75,7 +77,6 @@ def reasons_against(spec: AttentionSpec, recipe: Fp8Recipe, device: Device) -> l
         "v_block": ("channel",),
         "p_scale": (448.0,),
         "reference": _REFERENCES,
-        "first_tile_16bit": (False,),
     }
     reasons += [
         f"takes {name} {' or '.join(map(str, values))}, not {getattr(recipe, name)}"
@@ -109,6 +110,7 @@ class Variant:
     bounded: bool
     left: bool
     lengths: bool
+    first: bool  # the values of the first two tiles are of 16 bits
 
     @classmethod
     def of(cls, spec: AttentionSpec, recipe: Fp8Recipe) -> Variant:
@@ -120,18 +122,20 @@ class Variant:
             bounded=(spec.left, spec.right) != (None, None),
             left=spec.left is not None,
             lengths=spec.has_q_lens or spec.has_kv_lens,
+            first=recipe.first_tile_16bit,
         )
 
     @property
     def tile(self) -> Tile:
-        return _TILES[self.head_dim]
+        return (_TILES_WITH_FIRST if self.first else _TILES)[self.head_dim]
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of a block: Q, the rings of K and V, the output, and 1,024 beside."""
+        """Bytes of a block: Q, the rings of K and V, the output, first values, 1,024 beside."""
         tile, dim = self.tile, self.head_dim
         ring = tile.stages * REFERENCE_KEYS * dim
-        return tile.q_rows * dim + 2 * ring + 2 * tile.q_rows * dim + 1024
+        first = 2 * REFERENCE_KEYS * dim * 2 if self.first else 0
+        return tile.q_rows * dim + 2 * ring + 2 * tile.q_rows * dim + first + 1024
 
 
 def specialisation(variant: Variant) -> Specialisation:
@@ -144,12 +148,14 @@ def specialisation(variant: Variant) -> Specialisation:
         "left": variant.left,
         "lengths": variant.lengths,
         variant.reference: True,
+        "first": variant.first,
     }
     dims = variant.head_dim, variant.head_dim
     name = fused.module_name("sm90_fp8", dims, variant.dtype, marks)
     config: tuple[tuple[str, int | bool | str], ...] = (
         ("bits", 8),
         ("lagging", variant.reference == "lagging"),
+        ("first", variant.first),
         ("qk_element", element),
         ("v_element", "E4m3"),
         ("out_element", fused.ELEMENT[variant.dtype]),
@@ -195,7 +201,7 @@ def prepare(
     counters = tickets.counters(device.index) if variant.bounded else None
 
     def run(codes: Codes, out: int, lse: int, q_lens: int, kv_lens: int) -> None:
-        addresses = (codes.q_codes, codes.k_codes, codes.v_codes, out)
+        addresses = (codes.q_codes, codes.k_codes, codes.v_codes, out, codes.first_values)
         queue(
             b"".join(map(tensormap.at, layouts, addresses)),
             lse, q_lens, kv_lens, 0 if counters is None else counters.address(),
@@ -209,18 +215,20 @@ def prepare(
 def _layouts(
     spec: AttentionSpec, variant: Variant, cut: Cut, shapes: Shapes
 ) -> list[tensormap.Layout]:
-    """Of codes in boxes, and of the output."""
+    """Of codes in boxes, of the output, and of the first values."""
     dim, row = variant.head_dim, min(variant.head_dim, 128)
     lines, keys = (cut.pack, cut.rows), (1, REFERENCE_KEYS)
     q = spec.batch, spec.q_heads, spec.q_len, dim
     k = spec.batch, spec.kv_heads, spec.kv_len, dim
     v = spec.batch, spec.kv_heads, dim, shapes.key_blocks * 64
     out = spec.batch, spec.q_heads, spec.q_len, spec.head_dim_v
+    first = spec.batch, spec.kv_heads, 2 * REFERENCE_KEYS, dim
     return [
         tensormap.Layout.of("uint8", q, _contiguous(q), lines, row),
         tensormap.Layout.of("uint8", k, _contiguous(k), keys, row),
         tensormap.Layout.of("uint8", v, _contiguous(v), (1, dim), REFERENCE_KEYS),
         tensormap.Layout.of(spec.dtype, out, spec.out.strides, lines, 128),
+        tensormap.Layout.of("float16", first, _contiguous(first), (1, first[2]), 128),
     ]
 
 

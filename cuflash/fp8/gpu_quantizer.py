@@ -39,6 +39,7 @@ _POINTERS = (
     *("q_lens", "kv_lens", "q_partial", "k_partial", "v_partial"),
     *("k_means", "q_factors", "k_factors", "v_means", "v_scales", "signs"),
     *("q_codes", "k_codes", "v_codes", "q_scales", "k_scales", "lse_shifts", "code_sums"),
+    "first_values",
 )
 _INTS = (
     *("entries", "q_heads", "kv_heads", "group", "q_len", "kv_len", "dim"),
@@ -109,6 +110,7 @@ class Shapes:
             "k_scales": 4 * heads * self.key_blocks * 4,
             "lse_shifts": 4 * queries,
             "code_sums": of_channels * self.key_blocks // 2,
+            "first_values": 2 * heads * _TILE * self.dim,
         }
 
 
@@ -125,6 +127,7 @@ class Codes:
     v_scales: int
     v_means: int
     lse_shifts: int
+    first_values: int
     places: dict[str, int]  # of every array in that memory, in bytes from its start
 
 
@@ -219,6 +222,8 @@ def _cuts(recipe: Fp8Recipe, shapes: Shapes, sms: int) -> dict[str, tuple[int, i
     }
     if recipe.residual_mean:
         cuts["means"] = of_channels
+    if recipe.first_tile_16bit:
+        cuts["first"] = heads, 512, 0
     return cuts
 
 

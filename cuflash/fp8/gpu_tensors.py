@@ -40,7 +40,7 @@ class GpuFp8Tensors(Fp8Tensors):
         # As the base class, which is frozen, and checks what this has made.
         vars(self).update(
             spec=spec, device=device, packed=codes, shapes=shapes, rank=rank, layout=layout,
-            q_lens=q_lens, kv_lens=kv_lens, dtype=spec.dtype, first_values=None, _recipe=recipe,
+            q_lens=q_lens, kv_lens=kv_lens, dtype=spec.dtype, _recipe=recipe,
         )  # fmt: skip
 
     @property
@@ -87,6 +87,17 @@ class GpuFp8Tensors(Fp8Tensors):
             mean=added if self.recipe.center_v else None,
             residual=added * (not self.recipe.center_v) if self.recipe.residual_mean else None,
         )  # fmt: skip
+
+    @property
+    def first_values(self) -> Any:
+        """A view of the values of the first 128 keys in 16 bit."""
+        if not self.recipe.first_tile_16bit:
+            return None
+        shapes = self.shapes
+        values = self._memory(
+            "first_values", np.float16, shapes.batch, shapes.kv_heads, 128, shapes.dim
+        )
+        return values[:, :, : shapes.kv_len, : self.spec.head_dim]
 
     @property
     def array_shapes(self) -> list[tuple[int, ...]]:
