@@ -27,7 +27,7 @@ def test_kernels_compile_without_spills(mixed: str, dim: int, dtype: str, qk_dty
     module = gpu_quantizer.specialisation(dim, dtype, qk_dtype, together)
     resources = cache.get(module, "sm_90a", show_progress=False).resources
     assert set(resources) == {
-        f"cuflash_fp8_{name}" for name in ("statistics", "summary", "codes", "means", "first")
+        f"cuflash_fp8_{name}" for name in ("statistics", "summary", "codes")
     }
     for kernel, used in resources.items():
         assert not used.spill_stores + used.spill_loads, f"{kernel}: {used}"
@@ -62,6 +62,10 @@ def test_no_more_blocks_than_tiles_or_than_fit_at_once() -> None:
     cuts = {sms: gpu_quantizer._cuts(PRESETS["f8"], SHAPES, sms)["codes"] for sms in (2, 132)}
     assert cuts[2][0] == 2 * 3
     assert cuts[132][0] == SHAPES.tiles
-    assert "means" not in gpu_quantizer._cuts(
-        dataclasses.replace(PRESETS["f8"], residual_mean=False), SHAPES, 132
-    )
+
+
+def test_what_begins_as_0_are_counts_and_sums() -> None:
+    names = list(SHAPES.places)
+    first = names.index("value_tiles")
+    assert names[first : first + 3] == ["value_tiles", "code_sums", "k_means"]
+    assert SHAPES.places["k_means"] - SHAPES.places["code_sums"] >= 8 * 2 * 4 * 128

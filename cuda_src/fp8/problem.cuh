@@ -31,6 +31,8 @@ struct Arguments {
     float* q_partial;    // (entries, q_heads, q_chunks, Q_RECORDS, D)
     float* k_partial;    // (entries, kv_heads, kv_chunks, K_RECORDS, D)
     float* v_partial;    // (entries, kv_heads, kv_chunks, V_RECORDS, D)
+    u32* value_tiles;    // (entries, kv_heads): whose codes are there
+    i64* code_sums;      // (entries, kv_heads, D): of V's codes, in units of 2^-9, in which no order matters
     float* k_means;      // (entries, kv_heads, D); 0 where it stays
     float* q_factors;    // (entries, kv_heads, D): balance, sign and the rotation's norm in one
     float* k_factors;    // (entries, kv_heads, D): the same with the inverse of balance
@@ -43,14 +45,14 @@ struct Arguments {
     float* q_scales;     // (entries, q_heads, q_len)
     float* k_scales;     // (entries, kv_heads, key_blocks, 4)
     float* lse_shifts;   // (entries, q_heads, q_len): products of rows with the mean of K; or null
-    float* code_sums;    // (entries, kv_heads, key_blocks / 2, D): of V's codes; or null
     u16* first_values;   // (entries, kv_heads, TILE, D), of the first keys: V less v_means, in units of v_scales, in float16
     int entries, q_heads, kv_heads, group, q_len, kv_len, dim, q_chunks, kv_chunks, key_blocks;
     int q_sharing, k_sharing;
-    int center_k, center_v, balanced, signs_per_head;  // whether
+    int center_k, center_v, balanced, signs_per_head, residual_mean, keep_first;  // whether
+    int zeros;            // of 16 bytes, from `value_tiles` on, which begin as 0
     float root;   // 1 / sqrt(MIXED)
 };
-static_assert(sizeof(Arguments) == 320, "the fields and sizes in fp8/gpu_quantizer.py");
+static_assert(sizeof(Arguments) == 336, "the fields and sizes in fp8/gpu_quantizer.py");
 
 __device__ __forceinline__ int used(const i64* lens, int entry, int capacity) {
     if (lens == nullptr) return capacity;

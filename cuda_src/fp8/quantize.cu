@@ -7,9 +7,8 @@
 //
 // All of it is to take as long as its bytes do: each input is read twice and the codes are written once. `statistics` reads
 // chunks of rows, `summary` makes of those what a head's channels need, and `codes` has blocks that stay on their
-// multiprocessor, take one tile after another, and have the next one's bytes under way meanwhile. `means` comes last,
-// or `first` where the first values are kept. Each
-// starts while the one before ends, so that nothing lies between them.
+// multiprocessor, take one tile after another, and have the next one's bytes under way meanwhile. Each starts while the one
+// before ends, so that nothing lies between them.
 
 #include "fp8/rows.cuh"
 #include "fp8/statistics.cuh"
@@ -33,11 +32,13 @@ __device__ __forceinline__ void quantize(const Arguments& a) {
         wait_copies();
         __syncthreads();  // all have their copies, and none is at the tile before
         if (index + step < tiles) begin(index + step, now ^ 1);
-        const Work work = works[now];
+        const Work& work = works[now];
         if (work.role == VALUES)
             quantize_values(stages[now], work, a);
+        else if (work.role == KEYS)
+            quantize_rows<true>(stages[now], work, a);
         else
-            quantize_rows(stages[now], work, a);
+            quantize_rows<false>(stages[now], work, a);
     }
 }
 
@@ -57,13 +58,5 @@ __global__ void __launch_bounds__(cuflash::SUMMARY_THREADS) cuflash_fp8_summary(
 __global__ void __launch_bounds__(CONFIG_THREADS, CONFIG_RESIDENT) cuflash_fp8_codes(const __grid_constant__ Arguments a) {
     cuflash::let_next_kernel_start(), cuflash::await_kernel_before();
     cuflash::quantize(a);
-}
-__global__ void __launch_bounds__(cuflash::SUMMARY_THREADS) cuflash_fp8_means(const __grid_constant__ Arguments a) {
-    cuflash::let_next_kernel_start(), cuflash::await_kernel_before();
-    cuflash::finish_means(a);
-}
-__global__ void __launch_bounds__(cuflash::SUMMARY_THREADS) cuflash_fp8_first(const __grid_constant__ Arguments a) {
-    cuflash::let_next_kernel_start(), cuflash::await_kernel_before();
-    cuflash::keep_first_values(a);
 }
 }

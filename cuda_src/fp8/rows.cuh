@@ -51,8 +51,10 @@ __device__ __forceinline__ float times_mean(const unsigned char* row, const floa
     return sum;
 }
 
-// Walsh-Hadamard of each MIXED channels, from the lowest bit up.
-__device__ __forceinline__ void mix(Channels& x) {
+// Walsh-Hadamard of each MIXED channels, from the lowest bit up. Of a row the answer is the largest size, with any sign.
+__device__ __forceinline__ float mix(Channels& x) {
+    constexpr bool LAST_HERE = MIXED > 1 && MIXED <= CHANNELS;
+    float most[4] = {};  // apart, so that none waits for the one before
 #pragma unroll
     for (int half = 1; half < min(MIXED, CHANNELS); half *= 2) {
 #pragma unroll
@@ -60,6 +62,8 @@ __device__ __forceinline__ void mix(Channels& x) {
             if (i & half) continue;
             const float low = x[i], high = x[i + half];
             x[i] = low + high, x[i + half] = low - high;
+            // The larger of the two in size, rounded as it is; to add takes half as long as to compare.
+            if (LAST_HERE && 2 * half == MIXED) most[i % 4] = larger(most[i % 4], fabsf(low) + fabsf(high));
         }
     }
 #pragma unroll
@@ -69,13 +73,10 @@ __device__ __forceinline__ void mix(Channels& x) {
 #pragma unroll
         for (int i = 0; i < CHANNELS; ++i) x[i] = __shfl_xor_sync(~0u, x[i], apart) + sign * x[i];
     }
-}
-
-// The largest size, with any sign.
-__device__ __forceinline__ float largest_of(const Channels& x) {
-    float most[4] = {};  // apart, so that none waits for the one before
+    if (!LAST_HERE) {
 #pragma unroll
-    for (int i = 0; i < CHANNELS; ++i) most[i % 4] = larger(most[i % 4], x[i]);
+        for (int i = 0; i < CHANNELS; ++i) most[i % 4] = larger(most[i % 4], x[i]);
+    }
     float all = larger(larger(most[0], most[1]), larger(most[2], most[3]));
 #pragma unroll
     for (int other = WARP_ROWS; other < 32; other *= 2) all = larger(all, __shfl_xor_sync(~0u, all, other));
@@ -108,27 +109,22 @@ __device__ __forceinline__ u32 encode(float a, float b, float c, float d, Int8) 
     return __byte_perm(__byte_perm(rounded(a), rounded(b), 0x0040), __byte_perm(rounded(c), rounded(d), 0x0040), 0x5410);
 }
 
+template <bool OF_K>
 __device__ __forceinline__ void quantize_rows(Stage& stage, const Work& work, const Arguments& a) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * WARP_ROWS, in_tile = first + lane % WARP_ROWS;
     const int part = lane / WARP_ROWS, row = work.tile * TILE + in_tile;
-    const bool of_k = work.role == KEYS;
     unsigned char* own = stage.rows[in_tile];
 
-    if (!of_k && a.lse_shifts != nullptr) {
+    if (!OF_K && a.lse_shifts != nullptr) {
         const float shift = times_mean(own + 2 * part * CHANNELS, stage.means + part * CHANNELS);
         if (part == 0 && row < work.length) a.lse_shifts[work.head_of_all(a) * a.q_len + row] = shift;
     }
     Channels x;
-    if (of_k)
-        load_row<true>(x, own + 2 * part * CHANNELS, stage.means + part * CHANNELS, stage.factors + part * CHANNELS);
-    else
-        load_row<false>(x, own + 2 * part * CHANNELS, stage.means + part * CHANNELS, stage.factors + part * CHANNELS);
-    mix(x);
-
-    float size = largest_of(x);
+    load_row<OF_K>(x, own + 2 * part * CHANNELS, stage.means + part * CHANNELS, stage.factors + part * CHANNELS);
+    float size = mix(x);
     if (row >= work.end) size = 0.f;
-    const float scale = scale_for(largest_of_group(size, of_k ? a.k_sharing : a.q_sharing), LARGEST_QK);
-    if (!of_k) {
+    const float scale = scale_for(largest_of_group(size, OF_K ? a.k_sharing : a.q_sharing), LARGEST_QK);
+    if (!OF_K) {
         if (part == 0 && row < work.length) a.q_scales[work.head_of_all(a) * a.q_len + row] = scale;
     } else if (part == 0 && in_tile % 64 < 8 && in_tile % 2 == 0) {  // of each 64 keys those of each thread of four
         a.k_scales[(work.head_of_all(a) * a.key_blocks + work.tile * 2 + in_tile / 64) * 4 + in_tile % 8 / 2] = scale;
@@ -151,7 +147,7 @@ __device__ __forceinline__ void quantize_rows(Stage& stage, const Work& work, co
     }
     __syncwarp();
     constexpr int ROW_UNITS = D / 16;
-    unsigned char* to = (of_k ? a.k_codes : a.q_codes) + (work.head_of_all(a) * work.length + work.tile * TILE + first) * D;
+    unsigned char* to = (OF_K ? a.k_codes : a.q_codes) + (work.head_of_all(a) * work.length + work.tile * TILE + first) * D;
 #pragma unroll
     for (int i = lane; i < WARP_ROWS * ROW_UNITS; i += 32)
         if (work.tile * TILE + first + i / ROW_UNITS < work.length)

@@ -110,6 +110,8 @@ __device__ __forceinline__ void take_chunk(Records records, const Input& from, i
 
 // Blocks for chunks of Q where it is balanced, of K where it is balanced or centred, and of V.
 __device__ __forceinline__ void take_statistics(const Arguments& a) {
+    uint4* zeros = reinterpret_cast<uint4*>(a.value_tiles);
+    for (int i = blockIdx.x * CHUNK_THREADS + threadIdx.x; i < a.zeros; i += gridDim.x * CHUNK_THREADS) zeros[i] = make_uint4(0, 0, 0, 0);
     __shared__ WarpRecords shares;
     const int of_queries = a.balanced ? a.entries * a.q_heads * a.q_chunks : 0, of_keys = a.entries * a.kv_heads * a.kv_chunks;
     int block = blockIdx.x;
@@ -136,7 +138,7 @@ __device__ __forceinline__ void take_statistics(const Arguments& a) {
     }
 }
 
-// A block of `summarise` or `finish_means` has a head and 32 of its channels.
+// A block of `summarise` has a head and 32 of its channels.
 struct Channel {
     int head_of_all, entry, head, channel;
     i64 at;  // in arrays of (entries, kv_heads, D)
@@ -201,44 +203,7 @@ __device__ __forceinline__ void summarise(const Arguments& a) {
     if (!exists) size = 0.f;
     if (!is_finite(v_mean)) size = __int_as_float(0x7fc00000);  // of NaN, which the largest leave out
     a.v_scales[c.at] = scale_for(size, LARGEST_V);
-    a.v_means[c.at] = a.center_v || a.code_sums != nullptr ? v_mean : 0.f;
-}
-
-// V's mean, taken out or not, was to be added to out as far as its codes lack it: they have a mean themselves, after rounding.
-__device__ __forceinline__ void finish_means(const Arguments& a) {
-    __shared__ float shares[SUMMARY_WARPS][32];
-    const Channel c(a);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = a.key_blocks / 2;
-    const float* sums = a.code_sums + i64(c.head_of_all) * tiles * D + c.channel;
-    float sum = 0.f;
-#pragma unroll 8
-    for (int tile = warp; tile < tiles; tile += SUMMARY_WARPS) sum += sums[i64(tile) * D];
-    shares[warp][lane] = sum;
-    __syncthreads();
-    if (warp > 0) return;
-    for (int other = 1; other < SUMMARY_WARPS; ++other) sum += shares[other][lane];
-    const float keys = max(used(a.kv_lens, c.entry, a.kv_len), 1);
-    a.v_means[c.at] -= a.v_scales[c.at] * (sum / keys);
-}
-
-// A block has a head, after its means are known.
-__device__ __forceinline__ void keep_first_values(const Arguments& a) {
-    const int entry = blockIdx.x / a.kv_heads, head = blockIdx.x % a.kv_heads, unit = threadIdx.x % UNITS;
-    const int keys = unit * 8 < a.dim ? used(a.kv_lens, entry, a.kv_len) : 0;
-    const float *means = a.v_means + i64(blockIdx.x) * D + unit * 8, *scales = a.v_scales + i64(blockIdx.x) * D + unit * 8;
-    uint4* to = reinterpret_cast<uint4*>(a.first_values) + i64(blockIdx.x) * (TILE * UNITS);
-    for (int key = threadIdx.x / UNITS; key < TILE; key += SUMMARY_THREADS / UNITS) {
-        u32 words[4] = {};
-        if (key < keys) {
-            float x[8];
-            to_floats(x, __ldg(reinterpret_cast<const uint4*>(row_of(a.v, entry, head, key) + unit * 8)));
-#pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] = (x[i] - means[i]) / (scales[i] == 0.f ? 1.f : scales[i]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) words[i] = pack(x[2 * i], x[2 * i + 1], Float16());
-        }
-        to[key * UNITS + unit] = make_uint4(words[0], words[1], words[2], words[3]);
-    }
+    a.v_means[c.at] = a.center_v || a.residual_mean ? v_mean : 0.f;
 }
 
 }  // namespace cuflash

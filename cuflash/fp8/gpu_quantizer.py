@@ -36,15 +36,15 @@ _QK_ELEMENT = {"e4m3": "E4m3", "int8": "Int8"}
 
 _INPUTS = ("q", "k", "v")
 _POINTERS = (
-    *("q_lens", "kv_lens", "q_partial", "k_partial", "v_partial"),
+    *("q_lens", "kv_lens", "q_partial", "k_partial", "v_partial", "value_tiles", "code_sums"),
     *("k_means", "q_factors", "k_factors", "v_means", "v_scales", "signs"),
-    *("q_codes", "k_codes", "v_codes", "q_scales", "k_scales", "lse_shifts", "code_sums"),
-    "first_values",
+    *("q_codes", "k_codes", "v_codes", "q_scales", "k_scales", "lse_shifts", "first_values"),
 )
 _INTS = (
     *("entries", "q_heads", "kv_heads", "group", "q_len", "kv_len", "dim"),
     *("q_chunks", "kv_chunks", "key_blocks"),
     *("q_sharing", "k_sharing", "center_k", "center_v", "balanced", "signs_per_head"),
+    *("residual_mean", "keep_first", "zeros"),
 )
 ARGUMENTS = np.dtype(
     [
@@ -98,6 +98,8 @@ class Shapes:
         }
         return {
             **{name: 4 * self.dim * _RECORDS[name] * count for name, count in chunks.items()},
+            "value_tiles": 4 * heads,
+            "code_sums": 2 * of_channels,
             "k_means": of_channels,
             "q_factors": of_channels,
             "k_factors": of_channels,
@@ -109,9 +111,19 @@ class Shapes:
             "q_scales": 4 * queries,
             "k_scales": 4 * heads * self.key_blocks * 4,
             "lse_shifts": 4 * queries,
-            "code_sums": of_channels * self.key_blocks // 2,
             "first_values": 2 * heads * _TILE * self.dim,
         }
+
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Where each begins, in bytes, and where all end."""
+        found: dict[str, int] = {}
+        end = 0
+        for name, size in self.sizes.items():
+            found[name] = end
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return {**found, "end": end}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +189,8 @@ def prepare(
         kernel = loaded.function(f"cuflash_fp8_{name}")
         early = name != "statistics"
         queues.append(launcher(kernel, *cut, _CHANGING, struct, early=early))
-    places: dict[str, int] = {}
-    end = 0
-    for name, size in shapes.sizes.items():
-        places[name] = end
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    places = shapes.places
+    end = places["end"]
 
     def run(q: Any, k: Any, v: Any, q_lens: int, kv_lens: int) -> Codes:
         memory = cupy.empty(end, np.uint8)
@@ -189,8 +198,6 @@ def prepare(
         at = {name: base + place for name, place in places.items()}
         at["q_lens"], at["kv_lens"] = q_lens, kv_lens
         at["signs"] = 0 if signs is None else signs.data.ptr
-        if not recipe.residual_mean:
-            at["code_sums"] = 0
         if not (recipe.center_k and spec.return_lse):
             at["lse_shifts"] = 0
         values = []
@@ -214,17 +221,11 @@ def _cuts(recipe: Fp8Recipe, shapes: Shapes, sms: int) -> dict[str, tuple[int, i
     if recipe.balance:
         chunks += shapes.batch * shapes.q_heads * shapes.q_chunks
     threads, resident = _BLOCKS[shapes.dim]
-    of_channels = heads * shapes.dim // 32, 512, 0
-    cuts = {
+    return {
         "statistics": (chunks, 128, 0),
-        "summary": of_channels,
+        "summary": (heads * shapes.dim // 32, 512, 0),
         "codes": (min(shapes.tiles, sms * resident), threads, _shared_memory(shapes.dim)),
     }
-    if recipe.residual_mean:
-        cuts["means"] = of_channels
-    if recipe.first_tile_16bit:
-        cuts["first"] = heads, 512, 0
-    return cuts
 
 
 def _lasting_arguments(
@@ -243,5 +244,7 @@ def _lasting_arguments(
     arguments["center_k"], arguments["center_v"] = recipe.center_k, recipe.center_v
     arguments["balanced"] = recipe.balance
     arguments["signs_per_head"] = recipe.rotation_per_head
+    arguments["residual_mean"], arguments["keep_first"] = recipe.residual_mean, recipe.first_tile_16bit
+    arguments["zeros"] = (shapes.places["k_means"] - shapes.places["value_tiles"]) // 16
     arguments["root"] = 1 / math.sqrt(mixed)
     return arguments
