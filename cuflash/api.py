@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from . import calls
+from . import calls, kinds
 from .dispatch import choose
 from .fp8.attention import attention_of_tensors
 from .fp8.tensors import Fp8Tensor
@@ -173,7 +173,7 @@ def attention(
         scale, causal, causal_align, softcap, alibi_slopes, sinks, block_mask, dropout_p, seed,
         layout, return_lse, kernel, deterministic, window,
     )  # fmt: skip
-    call = calls.find(key)
+    call = kinds.find(key)
     if call is None:
         options = Options(
             scale=scale,

@@ -15,14 +15,14 @@ import pytest
 from compiling import ADD, ADD_HEADER, FakeCompiler, write_sources
 
 import cuflash
-from cuflash import calls, operands
+from cuflash import kinds, operands
 from cuflash.runtime import cache, device, source
 
 
 @pytest.fixture(autouse=True)
 def no_earlier_calls() -> None:
     """What other tests called is as if it had not been, else it would go by what they patched."""
-    calls.forget()
+    kinds.forget()
 
 
 @pytest.fixture(scope="module")

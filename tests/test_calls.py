@@ -14,7 +14,7 @@ import pytest
 from comparison import Array
 
 import cuflash
-from cuflash import calls, families
+from cuflash import calls, families, kinds
 from cuflash.arrays import describe, fingerprint
 from cuflash.spec import OPTION_NAMES
 
@@ -38,7 +38,7 @@ def attention(**changes: Any) -> Any:
 
 def fresh(**changes: Any) -> Any:
     """The result where no call was before."""
-    calls.forget()
+    kinds.forget()
     return attention(**changes)
 
 
@@ -214,7 +214,7 @@ def test_another_kind_is_checked_anew(
         square = {"q": values((2, 4, 4, 8)), "k": values((2, 4, 4, 8)), "v": values((2, 4, 4, 8))}
         one, other = one | square, other | square
     expected = [copied(fresh(**options)) for options in (one, other)]
-    calls.forget()
+    kinds.forget()
     checked.clear()
     for _ in range(2):
         for options, result in zip((one, other), expected, strict=True):
@@ -276,7 +276,7 @@ def test_what_may_change_or_has_no_hash_is_not_kept(
 ) -> None:
     assert same(attention(**options), attention(**options))
     assert len(checked) == 2
-    assert not calls._calls
+    assert not kinds._kinds
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -369,14 +369,14 @@ def test_a_wrong_argument_stays_wrong_after_right_ones(
         fresh(**{name: wrong})
     for _ in range(2):
         attention(**{name: right})
-    kept = dict(calls._calls)
+    kept = dict(kinds._kinds)
     assert len(kept) == 1
     monkeypatch.setattr(calls.Call, "_compute", lambda *_: pytest.fail("the call was run"))
     for _ in range(2):
         with pytest.raises(error) as after:
             attention(**{name: wrong})
         assert str(after.value) == str(alone.value)
-    assert calls._calls == kept, "a wrong call was kept"
+    assert kinds._kinds == kept, "a wrong call was kept"
 
 
 class Anything:
@@ -421,7 +421,7 @@ def test_out_is_looked_at_in_each_call() -> None:
     options: dict[str, Any] = {"mask": mask, "bias": bias, "kv_lens": np.array([7, 3])}
     result = cuflash.attention(q, k, v, **options, out=good)
     assert result is good
-    (call,) = calls._calls.values()
+    (call,) = kinds._kinds.values()
 
     read_only = good.copy()
     read_only.flags.writeable = False
@@ -432,7 +432,7 @@ def test_out_is_looked_at_in_each_call() -> None:
             cuflash.attention(q, k, v, **options, out=memory[at : at + 240].reshape(OUT))
     beside = memory[272:512].reshape(OUT)
     assert cuflash.attention(q, k, v, **options, out=beside) is beside
-    assert list(calls._calls.values()) == [call], "all of it was about one kind of call"
+    assert list(kinds._kinds.values()) == [call], "all of it was about one kind of call"
 
 
 def test_rows_between_those_of_an_input_are_free_in_each_call(checked: list[Any]) -> None:
@@ -452,12 +452,12 @@ def test_a_first_call_with_a_bad_out_prepares_nothing(monkeypatch: Patch) -> Non
         patch.setattr(reference, "prepare", lambda *_: pytest.fail("the family was prepared"))
         with pytest.raises(ValueError, match="out: shares memory with q"):
             cuflash.attention(q, q.copy(), q.copy(), out=q)
-    assert not calls._calls
+    assert not kinds._kinds
 
 
 def test_what_failed_to_compile_is_tried_again(monkeypatch: Patch) -> None:
     expected = fresh()
-    calls.forget()
+    kinds.forget()
     with monkeypatch.context() as patch:
 
         def prepare(plan: Any) -> None:
@@ -467,7 +467,7 @@ def test_what_failed_to_compile_is_tried_again(monkeypatch: Patch) -> None:
         for _ in range(2):
             with pytest.raises(RuntimeError, match="it did not compile"):
                 attention()
-    assert not calls._calls
+    assert not kinds._kinds
     assert same(attention(), expected)
 
 
@@ -475,12 +475,12 @@ def test_what_failed_to_compile_is_tried_again(monkeypatch: Patch) -> None:
 
 
 def test_the_store_is_bounded(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(calls, "_MOST", 3)
+    monkeypatch.setattr(kinds, "_MOST", 3)
     k, v = values((2, 2, 20, 8)), values((2, 2, 20, 5))
     sizes = []
     for n in (*range(1, 11), *range(1, 11)):
         result = attention(k=k[:, :, :n], v=v[:, :, :n])
-        sizes.append(len(calls._calls))
+        sizes.append(len(kinds._kinds))
         mean = cuflash.oracle.attention(values(Q), k[:, :, :n], v[:, :, :n])[0]
         np.testing.assert_allclose(result, mean, atol=1e-5)
     assert max(sizes) == 3
@@ -488,7 +488,7 @@ def test_the_store_is_bounded(monkeypatch: Patch) -> None:
 
 def test_threads(monkeypatch: Patch) -> None:
     """They meet in few kinds and many, while the store is cleared again and again."""
-    monkeypatch.setattr(calls, "_MOST", 4)
+    monkeypatch.setattr(kinds, "_MOST", 4)
     k, v = values((2, 2, 20, 8)), values((2, 2, 20, 5))
     works = [
         {"k": k[:, :, :n], "v": v[:, :, :n], "causal": causal, "return_lse": True}
@@ -496,7 +496,7 @@ def test_threads(monkeypatch: Patch) -> None:
         for causal in (False, True)
     ]
     expected = [fresh(**work) for work in works]
-    calls.forget()
+    kinds.forget()
 
     def many(seed: int) -> list[bool]:
         order = np.random.default_rng(seed).integers(0, len(works), 150)
@@ -506,7 +506,7 @@ def test_threads(monkeypatch: Patch) -> None:
         found = list(itertools.chain(*pool.map(many, range(8))))
     assert len(found) == 8 * 150
     assert all(found)
-    assert len(calls._calls) <= 4 + 8
+    assert len(kinds._kinds) <= 4 + 8
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")
@@ -514,13 +514,13 @@ def test_threads(monkeypatch: Patch) -> None:
 def test_a_forked_child_starts_empty() -> None:
     for _ in range(2):
         attention()
-    assert len(calls._calls) == 1
+    assert len(kinds._kinds) == 1
     child = os.fork()
     if child == 0:
-        os._exit(len(calls._calls) + (calls._latest[1] is not None))
+        os._exit(len(kinds._kinds) + (kinds._latest[1] is not None))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert len(calls._calls) == 1
+    assert len(kinds._kinds) == 1
 
 
 # --- fingerprints ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import calls
+from cuflash import calls, kinds
 from cuflash.families import sm80
 from cuflash.runtime import device as devices
 
@@ -73,7 +73,8 @@ def gpus(monkeypatch: Patch) -> Iterator[Gpus]:
     ampere = devices.named("8.0")
     for place, name, stand_in in (
         (devices, "cuda_device", lambda index: dataclasses.replace(ampere, index=index)),
-        (calls, "current_index", lambda device: lambda: found.current),
+        (kinds, "current_index", lambda device: lambda: found.current),
+        (kinds, "activate", found.activate),
         (calls, "activate", found.activate),
         (sm80.module, "load", found.load),
         (sm80, "launcher", found.launcher),

@@ -18,7 +18,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import ArrayInfo, Plan, calls, dispatch, families
+from cuflash import ArrayInfo, Plan, calls, dispatch, families, kinds
 from cuflash.families import standard
 from cuflash.runtime import device as devices
 from cuflash.runtime.device import Device, named
@@ -345,7 +345,7 @@ def test_each_plan_is_logged_once(
     q = np.ones((3, 8), np.float32)
     for value, times, expected in (("", 1, 0), ("0", 1, 0), ("1", 3, 1), ("1", 1, 1)):
         monkeypatch.setenv("CUFLASH_LOG", value)
-        calls.forget()
+        kinds.forget()
         for _ in range(times):
             cuflash.attention(q, q, q)
         assert len(caplog.records) == expected

@@ -26,9 +26,7 @@ def test_kernels_compile_without_spills(mixed: str, dim: int, dtype: str, qk_dty
     together = {"all": dim, "32": 32, "none": 1}[mixed]
     module = gpu_quantizer.specialisation(dim, dtype, qk_dtype, together)
     resources = cache.get(module, "sm_90a", show_progress=False).resources
-    assert set(resources) == {
-        f"cuflash_fp8_{name}" for name in ("statistics", "summary", "codes")
-    }
+    assert set(resources) == {f"cuflash_fp8_{name}" for name in ("statistics", "summary", "codes")}
     for kernel, used in resources.items():
         assert not used.spill_stores + used.spill_loads, f"{kernel}: {used}"
         assert not used.warnings

@@ -53,11 +53,11 @@ def laid_out(tensors: Fp8Tensors, bucket: int, layout: str, rank: int) -> GpuFp8
         "k_scales": firsts[..., 0:8:2],
         "lse_shifts": np.zeros(()) if tensors.mean_scores is None else tensors.mean_scores,
     }
-    memory, places = b"", {}
+    memory = np.zeros(shapes.places["end"], np.uint8)
     for name, part in parts.items():
-        places[name] = len(memory)
-        memory += np.ascontiguousarray(part).tobytes()
-    codes = Codes(np.frombuffer(memory, np.uint8), *(0,) * 9, places)
+        found = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        memory[shapes.places[name] :][: found.size] = found
+    codes = Codes(memory, *(0,) * 9)
     spec: Any = SimpleNamespace(dtype="float16", head_dim=q.head_dim, head_dim_v=v.head_dim)
     device: Any = None
     return GpuFp8Tensors(spec, tensors.recipe, device, codes, shapes, rank, layout, None, None)

@@ -27,7 +27,7 @@ LAYERS = (
     ("runtime.cache",),
     ("runtime.module", "runtime.launch", "runtime.tensormap", "runtime.tickets"),
     ("operands", "traffic", "merge", "fp8.recipe"),
-    ("plan", "fp8.rotation", "fp8.scales", "fp8.inputs"),
+    ("plan", "kinds", "fp8.rotation", "fp8.scales", "fp8.inputs"),
     ("reference", "fp8.tensors"),
     ("families", "families.fused", "families.sm90_tiles"),  # the first loads others by name
     ("fp8.emulate", "fp8.gpu_quantizer"),

@@ -23,7 +23,7 @@ from cuflash.runtime.tensormap import Layout
 from cuflash.spec import AttentionSpec, Options
 
 HOPPER = named("9.0")
-CODES = Codes(None, *range(0x1000, 0xA000, 0x1000), {})
+CODES = Codes(None, *range(0x1000, 0xA000, 0x1000))
 OUT, LSE, LENS, COUNTER = 0xA000, 0xB000, 0xC000, 0xD000
 NAMES = {
     CODES.q_codes: "q", CODES.k_codes: "k", CODES.v_codes: "v", OUT: "out",

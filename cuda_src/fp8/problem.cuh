@@ -38,7 +38,6 @@ struct Arguments {
     float* k_factors;    // (entries, kv_heads, D): the same with the inverse of balance
     float* v_means;      // (entries, kv_heads, D): what is added to out
     float* v_scales;     // (entries, kv_heads, D)
-    const float* signs;  // (1 or kv_heads, D); or null
     unsigned char* q_codes;  // (entries, q_heads, q_len, D)
     unsigned char* k_codes;  // (entries, kv_heads, kv_len, D)
     unsigned char* v_codes;  // (entries, kv_heads, D, key_blocks * 64), 16 keys in the order of `quantize_values`
@@ -46,6 +45,7 @@ struct Arguments {
     float* k_scales;     // (entries, kv_heads, key_blocks, 4)
     float* lse_shifts;   // (entries, q_heads, q_len): products of rows with the mean of K; or null
     u16* first_values;   // (entries, kv_heads, TILE, D), of the first keys: V less v_means, in units of v_scales, in float16
+    const float* signs;  // (1 or kv_heads, D); or null
     int entries, q_heads, kv_heads, group, q_len, kv_len, dim, q_chunks, kv_chunks, key_blocks;
     int q_sharing, k_sharing;
     int center_k, center_v, balanced, signs_per_head, residual_mean, keep_first;  // whether

@@ -14,7 +14,7 @@ from ..spec import AttentionSpec, Options
 from ..validate import one_of
 from .emulate import attend
 from .gpu_tensors import GpuFp8Tensors
-from .inputs import DTYPES, check_out, checked_spec
+from .inputs import DTYPES, check_out, check_softcap, checked_spec
 from .quantize import quantize_operands
 from .recipe import Fp8Recipe, recipe_of
 from .tensors import Fp8Tensor, Fp8Tensors
@@ -97,16 +97,16 @@ def attention_fp8(
         layout=layout,
         return_lse=return_lse,
     )
+    if not isinstance(operands.q, np.ndarray):
+        from . import gpu
+
+        gpu.attend(operands, options, chosen)
+        found = operands.out if out is None else out
+        return (found, operands.lse) if return_lse else found
     spec = checked_spec(operands, options)
     check_out(operands)
     if spec.softcap is not None:
         chosen = dataclasses.replace(chosen, center_k=False)
-    if spec.device != CPU:
-        from . import gpu
-
-        found, lse = gpu.attend(spec, chosen, operands)
-        found = found if out is None else out
-        return (found, lse) if return_lse else found
     return _attend(spec, quantize_operands(operands, chosen), operands, out)
 
 
@@ -148,41 +148,30 @@ def attention_quantized(
     if not isinstance(tensors, Fp8Tensors):
         raise TypeError(f"tensors: got {type(tensors).__name__}; expected Fp8Tensors")
     dtype = one_of("dtype", tensors.dtype if dtype is None else dtype, DTYPES)
-    on_gpu = tensors if isinstance(tensors, GpuFp8Tensors) else None
-    if on_gpu is None:
-        layout, device = tensors.q.layout, CPU
-        shapes = [
-            (*tensor.data.shape[:-1], tensor.head_dim)
-            for tensor in (tensors.q, tensors.k, tensors.v)
-        ]
-    else:
-        layout, device, shapes = on_gpu.layout, on_gpu.spec.device, on_gpu.array_shapes
-    q, k, v = (ArrayInfo(shape, dtype, device) for shape in shapes)
-    operands = adopt_all(
-        q, k, v, mask, None, out, tensors.q_lens, tensors.kv_lens, layout, stand_ins=True
-    )
     options = Options(
         scale=scale,
         causal=causal,
         causal_align=causal_align,
         window=window,
         softcap=softcap,
-        layout=layout,
+        layout=tensors.layout if isinstance(tensors, GpuFp8Tensors) else tensors.q.layout,
         return_lse=return_lse,
     )
-    spec = checked_spec(operands, options)
-    check_out(operands)
-    if spec.softcap is not None and tensors.recipe.center_k:
-        raise ValueError(
-            f"softcap: got {softcap!r} with k quantised by a recipe that subtracts its mean; "
-            "expected center_k=False, since softcap needs the scores themselves"
-        )
-    if on_gpu is not None:
+    if isinstance(tensors, GpuFp8Tensors):
         from . import gpu
 
-        found, lse = gpu.attend_to(on_gpu, spec, operands)
+        found, lse = gpu.attend_to(tensors, options, dtype, mask, out)
         found = found if out is None else out
         return (found, lse) if return_lse else found
+    q, k, v = (
+        ArrayInfo((*tensor.data.shape[:-1], tensor.head_dim), dtype, CPU)
+        for tensor in (tensors.q, tensors.k, tensors.v)
+    )
+    lens = tensors.q_lens, tensors.kv_lens
+    operands = adopt_all(q, k, v, mask, None, out, *lens, options.layout, stand_ins=True)
+    spec = checked_spec(operands, options)
+    check_out(operands)
+    check_softcap(spec, tensors.recipe)
     return _attend(spec, tensors, operands, out)
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,9 +37,11 @@ _QK_ELEMENT = {"e4m3": "E4m3", "int8": "Int8"}
 _INPUTS = ("q", "k", "v")
 _POINTERS = (
     *("q_lens", "kv_lens", "q_partial", "k_partial", "v_partial", "value_tiles", "code_sums"),
-    *("k_means", "q_factors", "k_factors", "v_means", "v_scales", "signs"),
+    *("k_means", "q_factors", "k_factors", "v_means", "v_scales"),
     *("q_codes", "k_codes", "v_codes", "q_scales", "k_scales", "lse_shifts", "first_values"),
+    "signs",
 )
+_ARRAYS = _POINTERS[2:-1]  # in one block of memory
 _INTS = (
     *("entries", "q_heads", "kv_heads", "group", "q_len", "kv_len", "dim"),
     *("q_chunks", "kv_chunks", "key_blocks"),
@@ -114,7 +116,6 @@ class Shapes:
             "first_values": 2 * heads * _TILE * self.dim,
         }
 
-
     @property
     def places(self) -> dict[str, int]:
         """Where each begins, in bytes, and where all end."""
@@ -126,8 +127,7 @@ class Shapes:
         return {**found, "end": end}
 
 
-@dataclass(frozen=True, slots=True)
-class Codes:
+class Codes(NamedTuple):
     """Addresses of codes and scales in one block of device memory, which it holds."""
 
     memory: Any
@@ -140,7 +140,6 @@ class Codes:
     v_means: int
     lse_shifts: int
     first_values: int
-    places: dict[str, int]  # of every array in that memory, in bytes from its start
 
 
 def specialisation(dim: int, dtype: str, qk_dtype: str, mixed: int) -> Specialisation:
@@ -169,8 +168,8 @@ def _shared_memory(dim: int) -> int:
 def prepare(
     spec: AttentionSpec, recipe: Fp8Recipe, device: Device, dim: int
 ) -> Callable[[Any, Any, Any, int, int], Codes]:
-    """Load the kernels; the answer queues them on (batch, heads, seq, dim) views of q, k and v,
-    given the addresses of q_lens and kv_lens, or 0.
+    """Load the kernels; the answer queues them on q, k and v as `spec` describes them, given the
+    addresses of q_lens and kv_lens, or 0.
     """
     import cupy
 
@@ -183,31 +182,33 @@ def prepare(
         padded = np.zeros((len(rotation.signs), dim), np.float32)
         padded[:, : rotation.dim] = rotation.signs[:, 0]
         signs = cupy.asarray(padded)
-    struct = _lasting_arguments(spec, recipe, shapes, rotation.block, signs).tobytes()
+    struct = _lasting_arguments(spec, recipe, shapes, rotation.block).tobytes()
     queues = []
     for name, cut in _cuts(recipe, shapes, device.sm_count or _SMS).items():
         kernel = loaded.function(f"cuflash_fp8_{name}")
         early = name != "statistics"
         queues.append(launcher(kernel, *cut, _CHANGING, struct, early=early))
     places = shapes.places
-    end = places["end"]
+    size = (places["end"],)
+    offsets = [places[name] for name in _ARRAYS]
+    of_codes = [_ARRAYS.index(name) for name in Codes._fields[1:]]
+    lse_shifts = _ARRAYS.index("lse_shifts")
+    shifted = recipe.center_k and spec.return_lse
+    steps = [tuple(place.strides[:3]) for place in (spec.q, spec.k, spec.v)]
 
     def run(q: Any, k: Any, v: Any, q_lens: int, kv_lens: int) -> Codes:
-        memory = cupy.empty(end, np.uint8)
+        memory = cupy.ndarray(size, np.uint8)
         base = memory.data.ptr
-        at = {name: base + place for name, place in places.items()}
-        at["q_lens"], at["kv_lens"] = q_lens, kv_lens
-        at["signs"] = 0 if signs is None else signs.data.ptr
-        if not (recipe.center_k and spec.return_lse):
-            at["lse_shifts"] = 0
-        values = []
-        for array in (q, k, v):
-            values += [array.data.ptr, *(step // array.itemsize for step in array.strides[:3])]
-        values += [at[name] for name in _POINTERS]
+        at = [base + offset for offset in offsets]
+        if not shifted:
+            at[lse_shifts] = 0
+        values = (
+            q.data.ptr, *steps[0], k.data.ptr, *steps[1], v.data.ptr, *steps[2],
+            q_lens, kv_lens, *at, 0 if signs is None else signs.data.ptr,
+        )  # fmt: skip
         for queue in queues:
             queue(*values)
-        addresses = {name: at[name] for name in Codes.__slots__ if name in at}
-        return Codes(memory=memory, places=places, **addresses)
+        return Codes(memory, *[at[index] for index in of_codes])
 
     return run
 
@@ -229,7 +230,7 @@ def _cuts(recipe: Fp8Recipe, shapes: Shapes, sms: int) -> dict[str, tuple[int, i
 
 
 def _lasting_arguments(
-    spec: AttentionSpec, recipe: Fp8Recipe, shapes: Shapes, mixed: int, signs: Any
+    spec: AttentionSpec, recipe: Fp8Recipe, shapes: Shapes, mixed: int
 ) -> np.ndarray[Any, Any]:
     """`struct Arguments` without what changes with each call."""
     arguments = np.zeros((), ARGUMENTS)
@@ -244,7 +245,8 @@ def _lasting_arguments(
     arguments["center_k"], arguments["center_v"] = recipe.center_k, recipe.center_v
     arguments["balanced"] = recipe.balance
     arguments["signs_per_head"] = recipe.rotation_per_head
-    arguments["residual_mean"], arguments["keep_first"] = recipe.residual_mean, recipe.first_tile_16bit
+    arguments["residual_mean"] = recipe.residual_mean
+    arguments["keep_first"] = recipe.first_tile_16bit
     arguments["zeros"] = (shapes.places["k_means"] - shapes.places["value_tiles"]) // 16
     arguments["root"] = 1 / math.sqrt(mixed)
     return arguments

@@ -167,5 +167,5 @@ class GpuFp8Tensors(Fp8Tensors):
 
     def _memory(self, name: str, dtype: Any, *shape: int) -> Any:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        start = self.packed.places[name]
+        start = self.shapes.places[name]
         return self.packed.memory[start : start + size].view(dtype).reshape(shape)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import may_overlap
+from ..arrays import ArrayInfo, may_overlap, module_of
 from ..operands import Operands, spec_of
 from ..spec import AttentionSpec, Options
+from .recipe import Fp8Recipe
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -36,5 +37,16 @@ def check_out(operands: Operands) -> None:
         raise ValueError("out: got a read-only array; expected one that can be written")
     for name in ("q", "k", "v", "mask", "q_lens", "kv_lens"):
         array = getattr(operands, name)
-        if isinstance(array, np.ndarray) and may_overlap(out, array):
+        if array is None or isinstance(array, ArrayInfo) or module_of(array) is not module_of(out):
+            continue
+        if may_overlap(out, array):
             raise ValueError(f"out: shares memory with {name}; expected memory of its own")
+
+
+def check_softcap(spec: AttentionSpec, recipe: Fp8Recipe) -> None:
+    """Raise ValueError for softcap where k lost its mean: it needs the scores themselves."""
+    if spec.softcap is not None and recipe.center_k:
+        raise ValueError(
+            f"softcap: got {spec.softcap!r} with k quantised by a recipe that subtracts its mean; "
+            "expected center_k=False, since softcap needs the scores themselves"
+        )

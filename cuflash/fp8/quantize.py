@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import CPU
 from ..operands import Operands, adopt_all, bhsd_view
 from ..spec import Options
 from .formats import decode, encode, largest
@@ -89,12 +88,12 @@ def quantize_fp8(
     """
     chosen = recipe_of(recipe)
     operands = adopt_all(q, k, v, None, None, None, q_lens, kv_lens, layout)
-    # With the log-sum-exp, which may be asked for later.
-    spec = checked_spec(operands, Options(layout=layout, return_lse=True))
-    if spec.device != CPU:
+    options = Options(layout=layout, return_lse=True)  # which may be asked for later
+    if not isinstance(operands.q, np.ndarray):
         from . import gpu
 
-        return gpu.quantize(spec, chosen, operands)
+        return gpu.quantize(operands, options, chosen)
+    checked_spec(operands, options)
     return quantize_operands(operands, chosen)
 
 

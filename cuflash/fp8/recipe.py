@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -165,6 +166,7 @@ class Fp8Recipe:
                 f"{' or '.join(map(repr, ROTATIONS))}"
             )
 
+    @functools.cached_property
     def _key(self) -> Hashable:
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
         return tuple(
@@ -173,10 +175,10 @@ class Fp8Recipe:
         )
 
     def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, Fp8Recipe) else NotImplemented
+        return self._key == other._key if isinstance(other, Fp8Recipe) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self._key)
 
 
 def _one_of_blocks(name: str, value: Any, allowed: tuple[Block, ...]) -> Block:

@@ -1,0 +1,162 @@
+"""Calls of one kind, which are checked, described and prepared once.
+
+Checking and describing a call takes the host many times as long as launching it. What of that
+depends on neither values nor addresses is the same for all calls with one key; the rest is checked
+at each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .arrays import address, maker_of, may_overlap, module_of, reach
+from .operands import ARRAY_OPTIONS, Operands
+from .runtime.device import activate, current_index, of_array
+from .runtime.locks import after_fork
+from .spec import AttentionSpec, Options
+from .validate import check_length_values
+
+_MOST = 4096  # kinds kept; a growing KV cache makes one more at each step
+# Options of other types may change, or equal what is refused; such a call is checked each time.
+_LASTING = (type(None), int, float, str, np.generic)
+
+
+class Kind:
+    """What calls of one kind share, whatever they compute."""
+
+    def __init__(self, operands: Operands, spec: AttentionSpec) -> None:
+        self.device = of_array(spec.device)
+        self._index, self._current_index = self.device.index, current_index(self.device)
+        self._spec = spec
+        self._empty = maker_of(operands.q)
+        self._out_shape, self._dtype = (*operands.q.shape[:-1], spec.head_dim_v), operands.q.dtype
+        lse_shape = (spec.batch, spec.q_heads, spec.q_len)[4 - operands.q.ndim :]
+        self._lse_shape = lse_shape if spec.return_lse else None
+        self._lse_dtype = np.float64 if spec.dtype == "float64" else np.float32
+        self._start_of_out = _start_of("out", operands)
+        self._clashes = _clashes(operands)
+        self._run: Callable[[Operands], None] = _nothing_to_compute
+
+    def check(self, operands: Operands) -> None:
+        """Check what depends on the values and addresses of a call.
+
+        Raises
+        ------
+        ValueError
+            For lengths that the arrays do not have, and for an `out` that can't be written or
+            shares memory with an input.
+        """
+        if operands.q_lens is not None:
+            check_length_values("q_lens", operands.q_lens, self._spec.q_len)
+        if operands.kv_lens is not None:
+            check_length_values("kv_lens", operands.kv_lens, self._spec.kv_len)
+        if operands.out is not None:
+            self._check_out(operands)
+
+    def run(self, operands: Operands) -> None:
+        """Compute `out` and `lse` of one call, allocated here where needed."""
+        self.check(operands)
+        if self._current_index() == self._index:
+            self._compute(operands)
+        else:
+            with activate(self.device):
+                self._compute(operands)
+
+    def _compute(self, operands: Operands) -> None:
+        if operands.out is None:
+            operands.out = self._empty(self._out_shape, self._dtype)
+        if self._lse_shape is not None:
+            operands.lse = self._empty(self._lse_shape, self._lse_dtype)
+        self._run(operands)
+
+    def _check_out(self, operands: Operands) -> None:
+        out = operands.out
+        if isinstance(out, np.ndarray) and not out.flags.writeable:
+            raise ValueError("out: got a read-only array; expected one that can be written")
+        start = self._start_of_out(operands)
+        for name, start_of, low, high in self._clashes:
+            near = low < start_of(operands) - start < high
+            if near and may_overlap(out, getattr(operands, name)):
+                raise ValueError(f"out: shares memory with {name}; expected memory of its own")
+
+
+_kinds: dict[Any, Any] = {}
+_latest: tuple[Any, Any] = None, None  # the key found last, and its kind
+
+
+def forget() -> None:
+    """Drop every kind of call met so far."""
+    global _latest
+    _kinds.clear()
+    _latest = None, None
+
+
+after_fork(forget)
+
+
+def find(key: tuple[Any, ...]) -> Any:
+    """The calls with a key, if there was one before.
+
+    The latest key is compared first: calls of one kind come in a row, and to compare takes less
+    time than to hash.
+    """
+    global _latest
+    latest, call = _latest
+    if key == latest:
+        return call
+    try:
+        call = _kinds.get(key)
+    except TypeError:  # something in it can't be hashed
+        return None
+    if call is not None:
+        _latest = key, call
+    return call
+
+
+def keep(key: tuple[Any, ...], call: Any, options: Options) -> None:
+    """Have `find` find a kind by its key, of which `options` are a part."""
+    if all(map(_is_lasting, options)):
+        if len(_kinds) >= _MOST:
+            _kinds.clear()
+        with contextlib.suppress(TypeError):  # as in find
+            _kinds[key] = call
+
+
+def _is_lasting(option: Any) -> bool:
+    """Whether an option keeps its value for as long as it equals itself."""
+    return isinstance(option, _LASTING) or (type(option) is tuple and all(map(_is_lasting, option)))
+
+
+def _start_of(name: str, operands: Operands) -> Callable[[Operands], int]:
+    """What tells where an operand of this kind starts in memory."""
+    if isinstance(getattr(operands, name), np.ndarray):
+        return lambda given: address(getattr(given, name))
+    return operator.attrgetter(f"{name}.data.ptr")
+
+
+def _clashes(operands: Operands) -> list[tuple[str, Callable[[Operands], int], int, int]]:
+    """Inputs that could share memory with `out`, what tells where they start, and between which
+    distances from it they do.
+    """
+    out = operands.out
+    if out is None:
+        return []
+    inputs = {name: getattr(operands, name) for name in ("q", "k", "v", *ARRAY_OPTIONS)}
+    del inputs["out"]
+    low, high = reach(out)
+    return [
+        (name, _start_of(name, operands), low - end, high - first)
+        for name, array in inputs.items()
+        # Lengths of the host lie elsewhere than an output on the device.
+        if array is not None and module_of(array) is module_of(out)
+        for first, end in [reach(array)]
+    ]
+
+
+def _nothing_to_compute(operands: Operands) -> None:
+    """Runs a call without an output element."""
