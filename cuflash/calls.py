@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from . import families
-from .arrays import address, maker_of, may_overlap, module_of, reach
+from .arrays import address, fill_zero, maker_of, may_overlap, module_of, reach
 from .dispatch import choose
-from .operands import ARRAY_OPTIONS, Operands, spec_of
+from .operands import Operands, adopt_backward, spec_of
 from .plan import Plan
 from .runtime.device import activate, current_index, of_array
 from .runtime.locks import after_fork
@@ -49,8 +49,7 @@ class Call:
         lse_shape = (spec.batch, spec.q_heads, spec.q_len)[4 - operands.q.ndim :]
         self._lse_shape = lse_shape if spec.return_lse else None
         self._lse_dtype = np.float64 if spec.dtype == "float64" else np.float32
-        self._start_of_out = _start_of("out", operands)
-        self._clashes = _clashes(operands)
+        self._destinations = _destinations(operands)
         self._run: Callable[[Operands], None] = _nothing_to_compute
 
     def check(self, operands: Operands) -> None:
@@ -59,15 +58,15 @@ class Call:
         Raises
         ------
         ValueError
-            For lengths that the arrays do not have, and for an `out` that can't be written or
-            shares memory with an input.
+            For lengths that the arrays do not have, and for an array to be written that can't be
+            or shares memory with another.
         """
         if operands.q_lens is not None:
             check_length_values("q_lens", operands.q_lens, self._spec.q_len)
         if operands.kv_lens is not None:
             check_length_values("kv_lens", operands.kv_lens, self._spec.kv_len)
-        if operands.out is not None:
-            self._check_out(operands)
+        for destination in self._destinations:
+            destination.check(operands)
 
     def prepare(self) -> None:
         """Load what the kind needs."""
@@ -76,7 +75,7 @@ class Call:
                 self._run = families.load(self.plan.family).prepare(self.plan)
 
     def run(self, operands: Operands) -> None:
-        """Compute `out` and `lse` of one call, allocated here where needed."""
+        """Compute the results of one call, allocated here where needed."""
         self.check(operands)
         if self._current_index() == self._index:
             self._compute(operands)
@@ -91,15 +90,76 @@ class Call:
             operands.lse = self._empty(self._lse_shape, self._lse_dtype)
         self._run(operands)
 
-    def _check_out(self, operands: Operands) -> None:
-        out = operands.out
-        if isinstance(out, np.ndarray) and not out.flags.writeable:
-            raise ValueError("out: got a read-only array; expected one that can be written")
-        start = self._start_of_out(operands)
-        for name, start_of, low, high in self._clashes:
+
+class VjpCall(Call):
+    """A forward call whose gradients will be asked for, so that a family has to take those too."""
+
+    def __init__(self, operands: Operands, options: Options) -> None:
+        """As of any call; refused where no family can run the backward pass."""
+        super().__init__(operands, options)
+        backward = adopt_backward(operands, None, None, None, None, None, stand_ins=True)
+        choose(spec_of(backward, options), self.device, options.kernel)
+
+
+class BackwardCall(Call):
+    """What all backward passes of one kind share."""
+
+    def prepare(self) -> None:
+        """Load what the kind needs."""
+        if self._spec.is_empty:
+            self._run = _zero_gradients
+        else:
+            with activate(self.device):
+                self._run = families.load_backward(self.plan.family).prepare(self.plan)
+
+    def _compute(self, operands: Any) -> None:
+        for name in operands.DESTINATIONS:
+            if getattr(operands, name) is None:
+                shape = getattr(operands, name[1:]).shape  # dq is like q
+                setattr(operands, name, self._empty(shape, self._dtype))
+        self._run(operands)
+
+
+class _Destination:
+    """An array of a call that is written: whether it can be, and shares no memory with others."""
+
+    def __init__(self, name: str, others: tuple[str, ...], operands: Operands) -> None:
+        self._name, self._start_of = name, _start_of(name, operands)
+        array = getattr(operands, name)
+        low, high = reach(array)
+        # Which others could clash with it, what tells where they start, and between which distances
+        # from it they do.
+        self._clashes = [
+            (other_name, _start_of(other_name, operands), low - end, high - first)
+            for other_name in others
+            # Lengths of the host lie elsewhere than an output on the device.
+            if (other := getattr(operands, other_name)) is not None
+            and module_of(other) is module_of(array)
+            for first, end in [reach(other)]
+        ]
+
+    def check(self, operands: Operands) -> None:
+        array = getattr(operands, self._name)
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise ValueError(
+                f"{self._name}: got a read-only array; expected one that can be written"
+            )
+        start = self._start_of(operands)
+        for other, start_of, low, high in self._clashes:
             near = low < start_of(operands) - start < high
-            if near and may_overlap(out, getattr(operands, name)):
-                raise ValueError(f"out: shares memory with {name}; expected memory of its own")
+            if near and may_overlap(array, getattr(operands, other)):
+                raise ValueError(
+                    f"{self._name}: shares memory with {other}; expected memory of its own"
+                )
+
+
+def _destinations(operands: Operands) -> list[_Destination]:
+    """The arrays to write that were given; each is compared with what is read and those before."""
+    given = [name for name in operands.DESTINATIONS if getattr(operands, name) is not None]
+    return [
+        _Destination(name, (*operands.INPUTS, *given[:at]), operands)
+        for at, name in enumerate(given)
+    ]
 
 
 _calls: dict[Any, Call] = {}
@@ -135,9 +195,20 @@ def find(key: tuple[Any, ...]) -> Call | None:
     return call
 
 
-def add(key: tuple[Any, ...], operands: Operands, options: Options) -> Call:
+def key_of(kind: type[Call], operands: Operands, options: Options) -> tuple[Any, ...]:
+    """All that the checks and the plan depend on; with types, because 1 == 1.0 == True. They come
+    first, so that values are compared with values of their own types only.
+    """
+    window = options.window
+    types = (*map(type, options), *(map(type, window) if type(window) is tuple else ()))
+    return (kind, operands.fingerprints(), types, options)
+
+
+def add(
+    key: tuple[Any, ...], operands: Operands, options: Options, kind: type[Call] = Call
+) -> Call:
     """Check, plan and prepare a first call with a key. `options` are those that are no arrays."""
-    call = Call(operands, options)
+    call = kind(operands, options)
     call.check(operands)
     _log_once(call.plan)
     call.prepare()
@@ -161,27 +232,14 @@ def _start_of(name: str, operands: Operands) -> Callable[[Operands], int]:
     return operator.attrgetter(f"{name}.data.ptr")
 
 
-def _clashes(operands: Operands) -> list[tuple[str, Callable[[Operands], int], int, int]]:
-    """Inputs that could share memory with `out`, what tells where they start, and between which
-    distances from it they do.
-    """
-    out = operands.out
-    if out is None:
-        return []
-    inputs = {name: getattr(operands, name) for name in ("q", "k", "v", *ARRAY_OPTIONS)}
-    del inputs["out"]
-    low, high = reach(out)
-    return [
-        (name, _start_of(name, operands), low - end, high - first)
-        for name, array in inputs.items()
-        # Lengths of the host lie elsewhere than an output on the device.
-        if array is not None and module_of(array) is module_of(out)
-        for first, end in [reach(array)]
-    ]
-
-
 def _nothing_to_compute(operands: Operands) -> None:
     """Runs a call without an output element."""
+
+
+def _zero_gradients(operands: Any) -> None:
+    """Runs a backward pass without a row of `dout`."""
+    for name in operands.DESTINATIONS:
+        fill_zero(getattr(operands, name))
 
 
 def _log_once(plan: Plan) -> None:
