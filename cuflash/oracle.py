@@ -222,7 +222,7 @@ def _softmax(scores: Array, seen: Array) -> Array:
     """Weights of each row over the keys it sees; zeros where it sees none."""
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         weights, _, total = _exponentials(scores, seen)
-        return np.where(total == 0, 0.0, weights / total)
+        return np.where(seen & (total != 0), weights / total, 0.0)
 
 
 def _exponentials(scores: Array, seen: Array) -> tuple[Array, Array, Array]:
