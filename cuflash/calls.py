@@ -49,7 +49,7 @@ class Call:
         lse_shape = (spec.batch, spec.q_heads, spec.q_len)[4 - operands.q.ndim :]
         self._lse_shape = lse_shape if spec.return_lse else None
         self._lse_dtype = np.float64 if spec.dtype == "float64" else np.float32
-        self._destinations = _destinations(operands)
+        self._destination_checks = _destination_checks(operands)
         self._run: Callable[[Operands], None] = _nothing_to_compute
 
     def check(self, operands: Operands) -> None:
@@ -65,8 +65,8 @@ class Call:
             check_length_values("q_lens", operands.q_lens, self._spec.q_len)
         if operands.kv_lens is not None:
             check_length_values("kv_lens", operands.kv_lens, self._spec.kv_len)
-        for destination in self._destinations:
-            destination.check(operands)
+        for check in self._destination_checks:
+            check(operands)
 
     def prepare(self) -> None:
         """Load what the kind needs."""
@@ -120,46 +120,45 @@ class BackwardCall(Call):
         self._run(operands)
 
 
-class _Destination:
-    """An array of a call that is written: whether it can be, and shares no memory with others."""
-
-    def __init__(self, name: str, others: tuple[str, ...], operands: Operands) -> None:
-        self._name, self._start_of = name, _start_of(name, operands)
-        array = getattr(operands, name)
-        low, high = reach(array)
-        # Which others could clash with it, what tells where they start, and between which distances
-        # from it they do.
-        self._clashes = [
-            (other_name, _start_of(other_name, operands), low - end, high - first)
-            for other_name in others
-            # Lengths of the host lie elsewhere than an output on the device.
-            if (other := getattr(operands, other_name)) is not None
-            and module_of(other) is module_of(array)
-            for first, end in [reach(other)]
-        ]
-
-    def check(self, operands: Operands) -> None:
-        array = getattr(operands, self._name)
-        if isinstance(array, np.ndarray) and not array.flags.writeable:
-            raise ValueError(
-                f"{self._name}: got a read-only array; expected one that can be written"
-            )
-        start = self._start_of(operands)
-        for other, start_of, low, high in self._clashes:
-            near = low < start_of(operands) - start < high
-            if near and may_overlap(array, getattr(operands, other)):
-                raise ValueError(
-                    f"{self._name}: shares memory with {other}; expected memory of its own"
-                )
-
-
-def _destinations(operands: Operands) -> list[_Destination]:
-    """The arrays to write that were given; each is compared with what is read and those before."""
+def _destination_checks(operands: Operands) -> list[Callable[[Operands], None]]:
+    """For each array to write that was given, what checks that it can be written, and shares no
+    memory with what is read or is written before it.
+    """
     given = [name for name in operands.DESTINATIONS if getattr(operands, name) is not None]
     return [
-        _Destination(name, (*operands.INPUTS, *given[:at]), operands)
+        _destination_check(name, (*operands.INPUTS, *given[:at]), operands)
         for at, name in enumerate(given)
     ]
+
+
+def _destination_check(
+    name: str, others: tuple[str, ...], operands: Operands
+) -> Callable[[Operands], None]:
+    destination = getattr(operands, name)
+    start_of_it = _start_of(name, operands)
+    low, high = reach(destination)
+    # Which others could clash with it, what tells where they start, and between which distances
+    # from it they do.
+    clashes = [
+        (other, _start_of(other, operands), low - end, high - first)
+        for other in others
+        # Lengths of the host lie elsewhere than an output on the device.
+        if (array := getattr(operands, other)) is not None
+        and module_of(array) is module_of(destination)
+        for first, end in [reach(array)]
+    ]
+
+    def check(operands: Operands) -> None:
+        destination = getattr(operands, name)
+        if isinstance(destination, np.ndarray) and not destination.flags.writeable:
+            raise ValueError(f"{name}: got a read-only array; expected one that can be written")
+        start = start_of_it(operands)
+        for other, start_of, low, high in clashes:
+            near = low < start_of(operands) - start < high
+            if near and may_overlap(destination, getattr(operands, other)):
+                raise ValueError(f"{name}: shares memory with {other}; expected memory of its own")
+
+    return check
 
 
 _calls: dict[Any, Call] = {}

@@ -13,6 +13,7 @@ from cuflash import check, oracle
 GRADIENTS = ("dq", "dk", "dv")
 # Of one rounding to the dtype, of the result itself and of the `out` that enters it.
 _ROUNDINGS = {"float16": 2 * 2.0**-11, "bfloat16": 2 * 2.0**-8, "float32": 0.0, "float64": 0.0}
+_UNIT_ROUNDOFF = {"float32": 2.0**-24, "float64": 2.0**-53}
 # Below these a number has few digits or none.
 _SMALLEST = {"float16": 2.0**-24, "bfloat16": 1e-35, "float32": 1e-35, "float64": 1e-290}
 _SCORE_SIZE = 32.0  # for which `check.TOLERANCE` holds
@@ -46,12 +47,18 @@ def gradient_errors(
     dtype = q.dtype.name
     exact = oracle.gradients(dout, q, k, v, **options)
     growth = max(1.0, score_size(q, k, options) / _SCORE_SIZE)
-    accumulated = growth * check.TOLERANCE["float64" if dtype == "float64" else "float32"]
+    sums_in = "float64" if dtype == "float64" else "float32"
     found = {}
     sizes = _sizes(dout, q, k, v, options)
+    (_, heads, q_len, _), (_, kv_heads, kv_len, _) = (
+        _bhsd(a, options.get("layout", "bhsd")).shape for a in (q, k)
+    )
     for name, like, got, want, (rounded, summed) in zip(
         GRADIENTS, (q, k, v), gradients, exact, sizes, strict=True
     ):
+        # Equal terms, as of a broadcast dout, round alike: n of them may lose n unit roundoffs.
+        terms = kv_len if name == "dq" else q_len * (heads // max(kv_heads, 1))
+        accumulated = growth * check.TOLERANCE[sums_in] + terms * _UNIT_ROUNDOFF[sums_in]
         assert got.shape == like.shape
         assert got.dtype == like.dtype
         assert not np.any(got[summed == 0]), f"{name} is not 0 where nothing contributes"
