@@ -2,6 +2,7 @@
 
 from .api import attention, explain
 from .arrays import ArrayInfo
+from .backward import attention_backward, attention_vjp
 from .environment import info
 from .fp8 import Fp8Recipe, attention_fp8, quantize_fp8
 from .merge import merge_states
@@ -16,7 +17,9 @@ __all__ = [
     "Plan",
     "__version__",
     "attention",
+    "attention_backward",
     "attention_fp8",
+    "attention_vjp",
     "explain",
     "info",
     "io_bytes",

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from . import calls, kinds
 from .dispatch import choose
 from .fp8.attention import attention_of_tensors
 from .fp8.tensors import Fp8Tensor
-from .operands import ARRAY_OPTIONS, adopt_all, spec_of
+from .operands import ARRAY_OPTIONS, Operands, adopt_all, adopt_backward, spec_of
 from .plan import Plan
 from .runtime.device import Device, named, of_array
-from .spec import Options
-from .validate import check_option_names
+from .spec import OPTION_NAMES, Options
+from .validate import check_option_names, checks_option_names, flag
+from .validate_backward import BACKWARD_OPTION_NAMES
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def _checks_option_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Answer a mistyped option with the nearest right one; Python's own message names neither."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return function(*args, **kwargs)
-        except TypeError:
-            check_option_names(function.__name__, kwargs.keys() - {"q", "k", "v"})
-            raise
-
-    return call
+_GRADIENT_ARRAYS = ("dout", "lse", "dq", "dk", "dv")
+_BACKWARD_EXPLAINED = tuple(dict.fromkeys((*BACKWARD_OPTION_NAMES, "out", *_GRADIENT_ARRAYS)))
 
 
-@_checks_option_names
+@checks_option_names(("q", "k", "v"), OPTION_NAMES)
 def attention(
     q: Any,
     k: Any,
@@ -201,7 +187,15 @@ def _types(window: Any) -> tuple[type, ...]:
     return (tuple, *map(type, window)) if type(window) is tuple else (type(window),)
 
 
-def explain(q: Any, k: Any, v: Any, *, device: Device | str | None = None, **options: Any) -> Plan:
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    device: Device | str | None = None,
+    backward: bool = False,
+    **options: Any,
+) -> Plan:
     """The plan that `attention` would follow for the same arguments, without running anything.
 
     Parameters
@@ -211,8 +205,11 @@ def explain(q: Any, k: Any, v: Any, *, device: Device | str | None = None, **opt
     device : Device or str, optional
         Ask for another device, such as ``"9.0"`` for that compute capability; the arrays' own where
         left out.
+    backward : bool
+        Ask for the plan of `attention_backward` instead.
     **options
-        The options of `attention`.
+        The options of `attention`; with ``backward=True`` those of `attention_backward`, and its
+        arrays `dout`, `out` and `lse`, contiguous where left out.
 
     Returns
     -------
@@ -232,11 +229,17 @@ def explain(q: Any, k: Any, v: Any, *, device: Device | str | None = None, **opt
     >>> q = ArrayInfo((1, 8, 4096, 64), "float16")
     >>> explain(q, q, q, causal=True, device="7.5").family
     'standard'
+    >>> explain(q, q, q, causal=True, device="9.0", backward=True).family
+    'standard'
     """
-    check_option_names("explain", options)
+    is_backward = flag("backward", backward)
+    check_option_names("explain", options, _BACKWARD_EXPLAINED if is_backward else OPTION_NAMES)
+    gradient_arrays = {name: options.pop(name, None) for name in _GRADIENT_ARRAYS}
     chosen = Options(**options)
     given = {name: getattr(chosen, name) for name in ("layout", *ARRAY_OPTIONS)}
-    operands = adopt_all(q, k, v, **given, stand_ins=True)
+    operands: Operands = adopt_all(q, k, v, **given, stand_ins=True)
+    if is_backward:
+        operands = adopt_backward(operands, **gradient_arrays, stand_ins=True)
     spec = spec_of(operands, chosen)
     if device is None:
         device = of_array(spec.device)

@@ -218,6 +218,16 @@ def lengths_on_device(lengths: Any) -> Any:
     return cupy.ascontiguousarray(cupy.asarray(lengths, dtype=np.int64))
 
 
+def bits(array: Any) -> Any:
+    """16-bit elements as integers: moving them needs no arithmetic on bfloat16."""
+    return array.view(np.uint16) if array.dtype.itemsize == 2 else array
+
+
+def fill_zero(array: Any) -> None:
+    """Set every element of a native array to 0."""
+    bits(array)[...] = 0
+
+
 def to_host(array: Any) -> np.ndarray[Any, Any]:
     """A NumPy array as it is, or a copy of a CuPy one."""
     copy: np.ndarray[Any, Any] = array if isinstance(array, np.ndarray) else array.get()

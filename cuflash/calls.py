@@ -1,4 +1,4 @@
-"""Calls of `attention` of one kind: planned once, and run by the family that the plan has."""
+"""Attention and its backward pass: planned once a kind, run by the family that the plan has."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 from typing import Any
 
 from . import families
+from .arrays import fill_zero
 from .dispatch import choose
 from .kinds import Kind, keep
-from .operands import Operands, spec_of
+from .operands import Operands, adopt_backward, spec_of
 from .plan import Plan
 from .runtime.device import activate
 from .spec import Options
@@ -34,14 +35,51 @@ class Call(Kind):
                 self._run = families.load(self.plan.family).prepare(self.plan)
 
 
-def add(key: tuple[Any, ...], operands: Operands, options: Options) -> Call:
+class VjpCall(Call):
+    """A forward call whose gradients will be asked for, so that a family has to take those too."""
+
+    def __init__(self, operands: Operands, options: Options) -> None:
+        """As of any call; refused where no family can run the backward pass."""
+        super().__init__(operands, options)
+        backward = adopt_backward(operands, None, None, None, None, None, stand_ins=True)
+        choose(spec_of(backward, options), self.device, options.kernel)
+
+
+class BackwardCall(Call):
+    """What all backward passes of one kind share."""
+
+    def prepare(self) -> None:
+        """Load what the kind needs."""
+        if self._spec.is_empty:
+            self._run = _zero_gradients
+        else:
+            with activate(self.device):
+                self._run = families.load_backward(self.plan.family).prepare(self.plan)
+
+    def _compute(self, operands: Any) -> None:
+        for name in operands.DESTINATIONS:
+            if getattr(operands, name) is None:
+                shape = getattr(operands, name[1:]).shape  # dq is like q
+                setattr(operands, name, self._empty(shape, self._dtype))
+        self._run(operands)
+
+
+def add(
+    key: tuple[Any, ...], operands: Operands, options: Options, kind: type[Call] = Call
+) -> Call:
     """Check, plan and prepare a first call with a key. `options` are those that are no arrays."""
-    call = Call(operands, options)
+    call = kind(operands, options)
     call.check(operands)
     _log_once(call.plan)
     call.prepare()
     keep(key, call, options)
     return call
+
+
+def _zero_gradients(operands: Any) -> None:
+    """Runs a backward pass without a row of `dout`."""
+    for name in operands.DESTINATIONS:
+        fill_zero(getattr(operands, name))
 
 
 def _log_once(plan: Plan) -> None:

@@ -77,7 +77,7 @@ def _add_explain(commands: Any) -> None:
         "explain",
         _explain,
         "which family runs a problem, how and why, without running it",
-        "cuflash explain --shape 2,8,4096,64 --causal",
+        "cuflash explain --shape 2,8,4096,64 --causal --backward",
         "cuflash explain --shape 1,32,1,128 --kv-heads 8 --kv-len 65536 --device sm_90",
         "cuflash explain --shape 4096,64 --window 256,0 --kernel standard --device 8.0 --json",
     )
@@ -97,6 +97,7 @@ def _add_explain(commands: Any) -> None:
     command.add_argument("--softcap", type=float, metavar="CAP")
     command.add_argument("--scale", type=float, metavar="X")
     command.add_argument("--return-lse", action="store_true")
+    command.add_argument("--backward", action="store_true", help="of the gradients instead")
     command.add_argument("--kernel", choices=KERNELS, default="auto")
     command.add_argument(
         "--device",
@@ -139,16 +140,9 @@ def _explain(options: argparse.Namespace) -> int:
             raise ValueError(f"--kv-heads: --shape {shape} has no heads axis")
         kv[head_axis] = options.kv_heads
     dim_v = shape[-1] if options.head_dim_v is None else options.head_dim_v
-    names = (
-        "layout",
-        "causal",
-        "causal_align",
-        "window",
-        "softcap",
-        "scale",
-        "return_lse",
-        "kernel",
-    )
+    names = ["layout", "causal", "causal_align", "window", "softcap", "scale", "kernel", "backward"]
+    if options.return_lse:  # not an option of the backward pass, which says so
+        names.append("return_lse")
     plan = explain(
         ArrayInfo(shape, options.dtype, place),
         ArrayInfo(tuple(kv), options.dtype, place),
@@ -156,6 +150,9 @@ def _explain(options: argparse.Namespace) -> int:
         device=device,
         **{name: getattr(options, name) for name in names},
     )
+    if options.backward:
+        print(as_json(plan.to_dict()) if options.json else plan)
+        return 0
     spec = plan.spec
     traffic = io_bytes(
         (spec.batch, spec.q_heads, spec.q_len, spec.head_dim),

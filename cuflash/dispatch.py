@@ -17,10 +17,12 @@ from .validate import one_of
 PREFERENCE = ("sm90_fp8", "sm90", "sm80", "standard", "reference")
 AUTO = "auto"
 KERNELS = (AUTO, *PREFERENCE)
+BACKWARD_PREFERENCE = ("sm90", "sm80", "standard", "reference")
+BACKWARD_KERNELS = (AUTO, *BACKWARD_PREFERENCE)
 
 
 def choose(spec: AttentionSpec, device: Device, kernel: str = AUTO) -> Plan:
-    """The plan of a problem on a device.
+    """The plan of a problem, or of its backward pass where the spec has gradients, on a device.
 
     Raises
     ------
@@ -29,26 +31,34 @@ def choose(spec: AttentionSpec, device: Device, kernel: str = AUTO) -> Plan:
     NotImplementedError
         With each reason, when the family asked for, or every family, refuses the problem.
     """
-    return _choose(spec, device, one_of("kernel", kernel, KERNELS))
+    known = KERNELS if spec.gradients is None else BACKWARD_KERNELS
+    return _choose(spec, device, one_of("kernel", kernel, known))
 
 
 @functools.lru_cache(maxsize=4096)
 def _choose(spec: AttentionSpec, device: Device, kernel: str) -> Plan:
+    backward = spec.gradients is not None
+    preference = BACKWARD_PREFERENCE if backward else PREFERENCE
     refused: list[Refusal] = []
-    for name in PREFERENCE if kernel == AUTO else (kernel,):
+    for name in preference if kernel == AUTO else (kernel,):
         reasons = reasons_against(name, spec, device)
         if not reasons:
-            family = families.load(name)
+            family = families.load_backward(name) if backward else families.load(name)
             why = family.why(spec, device) if kernel == AUTO else f"asked for by kernel={kernel!r}"
             return Plan(spec, device, name, why, family.plan(spec, device), tuple(refused))
         refused.append(Refusal(name, tuple(reasons)))
     asked = "" if kernel == AUTO else f"kernel={kernel!r}: "
     lines = "; ".join(f"{refusal.family}: {', '.join(refusal.reasons)}" for refusal in refused)
-    raise NotImplementedError(f"{asked}no family takes this problem on {device}. {lines}")
+    problem = "the backward pass of this problem" if backward else "this problem"
+    raise NotImplementedError(f"{asked}no family takes {problem} on {device}. {lines}")
 
 
 def reasons_against(name: str, spec: AttentionSpec, device: Device) -> list[str]:
     """Why a family does not take a problem; empty when it does."""
+    if spec.gradients is not None:
+        if name in families.BACKWARD_BUILT:
+            return families.load_backward(name).supports(spec, device)
+        return [*_BACKWARD_NOT_BUILT[name](spec, device), "no backward pass in this version"]
     if name in families.BUILT:
         return families.load(name).supports(spec, device)
     return [*_NOT_BUILT[name](spec, device), "not part of this version"]
@@ -77,4 +87,8 @@ Rule = Callable[[AttentionSpec, Device], list[str]]
 # family's module.
 _NOT_BUILT: dict[str, Rule] = {
     "sm90_fp8": _needs("9.0", lambda cc: cc == (9, 0), ("float8_e4m3",)),
+}
+_BACKWARD_NOT_BUILT: dict[str, Rule] = {
+    "sm90": _needs("9.0", lambda cc: cc == (9, 0), ("float16", "bfloat16")),
+    "sm80": _needs("8.0 or newer", lambda cc: cc >= (8, 0), ("float16", "bfloat16")),
 }

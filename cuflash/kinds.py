@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import address, maker_of, may_overlap, module_of, reach
-from .operands import ARRAY_OPTIONS, Operands
+from .operands import Operands
 from .runtime.device import activate, current_index, of_array
 from .runtime.locks import after_fork
 from .spec import AttentionSpec, Options
@@ -38,8 +38,7 @@ class Kind:
         lse_shape = (spec.batch, spec.q_heads, spec.q_len)[4 - operands.q.ndim :]
         self._lse_shape = lse_shape if spec.return_lse else None
         self._lse_dtype = np.float64 if spec.dtype == "float64" else np.float32
-        self._start_of_out = _start_of("out", operands)
-        self._clashes = _clashes(operands)
+        self._destination_checks = _destination_checks(operands)
         self._run: Callable[[Operands], None] = _nothing_to_compute
 
     def check(self, operands: Operands) -> None:
@@ -48,18 +47,18 @@ class Kind:
         Raises
         ------
         ValueError
-            For lengths that the arrays do not have, and for an `out` that can't be written or
-            shares memory with an input.
+            For lengths that the arrays do not have, and for an array to be written that can't be
+            or shares memory with another.
         """
         if operands.q_lens is not None:
             check_length_values("q_lens", operands.q_lens, self._spec.q_len)
         if operands.kv_lens is not None:
             check_length_values("kv_lens", operands.kv_lens, self._spec.kv_len)
-        if operands.out is not None:
-            self._check_out(operands)
+        for check in self._destination_checks:
+            check(operands)
 
     def run(self, operands: Operands) -> None:
-        """Compute `out` and `lse` of one call, allocated here where needed."""
+        """Compute the results of one call, allocated here where needed."""
         self.check(operands)
         if self._current_index() == self._index:
             self._compute(operands)
@@ -73,16 +72,6 @@ class Kind:
         if self._lse_shape is not None:
             operands.lse = self._empty(self._lse_shape, self._lse_dtype)
         self._run(operands)
-
-    def _check_out(self, operands: Operands) -> None:
-        out = operands.out
-        if isinstance(out, np.ndarray) and not out.flags.writeable:
-            raise ValueError("out: got a read-only array; expected one that can be written")
-        start = self._start_of_out(operands)
-        for name, start_of, low, high in self._clashes:
-            near = low < start_of(operands) - start < high
-            if near and may_overlap(out, getattr(operands, name)):
-                raise ValueError(f"out: shares memory with {name}; expected memory of its own")
 
 
 _kinds: dict[Any, Any] = {}
@@ -118,6 +107,15 @@ def find(key: tuple[Any, ...]) -> Any:
     return call
 
 
+def key_of(kind: type, operands: Operands, options: Options) -> tuple[Any, ...]:
+    """All that the checks and the plan depend on; with types, because 1 == 1.0 == True. They come
+    first, so that values are compared with values of their own types only.
+    """
+    window = options.window
+    types = (*map(type, options), *(map(type, window) if type(window) is tuple else ()))
+    return (kind, operands.fingerprints(), types, options)
+
+
 def keep(key: tuple[Any, ...], call: Any, options: Options) -> None:
     """Have `find` find a kind by its key, of which `options` are a part."""
     if all(map(_is_lasting, options)):
@@ -139,23 +137,45 @@ def _start_of(name: str, operands: Operands) -> Callable[[Operands], int]:
     return operator.attrgetter(f"{name}.data.ptr")
 
 
-def _clashes(operands: Operands) -> list[tuple[str, Callable[[Operands], int], int, int]]:
-    """Inputs that could share memory with `out`, what tells where they start, and between which
-    distances from it they do.
+def _destination_checks(operands: Operands) -> list[Callable[[Operands], None]]:
+    """For each array to write that was given, what checks that it can be written, and shares no
+    memory with what is read or is written before it.
     """
-    out = operands.out
-    if out is None:
-        return []
-    inputs = {name: getattr(operands, name) for name in ("q", "k", "v", *ARRAY_OPTIONS)}
-    del inputs["out"]
-    low, high = reach(out)
+    given = [name for name in operands.DESTINATIONS if getattr(operands, name) is not None]
     return [
-        (name, _start_of(name, operands), low - end, high - first)
-        for name, array in inputs.items()
+        _destination_check(name, (*operands.INPUTS, *given[:at]), operands)
+        for at, name in enumerate(given)
+    ]
+
+
+def _destination_check(
+    name: str, others: tuple[str, ...], operands: Operands
+) -> Callable[[Operands], None]:
+    destination = getattr(operands, name)
+    start_of_it = _start_of(name, operands)
+    low, high = reach(destination)
+    # Which others could clash with it, what tells where they start, and between which distances
+    # from it they do.
+    clashes = [
+        (other, _start_of(other, operands), low - end, high - first)
+        for other in others
         # Lengths of the host lie elsewhere than an output on the device.
-        if array is not None and module_of(array) is module_of(out)
+        if (array := getattr(operands, other)) is not None
+        and module_of(array) is module_of(destination)
         for first, end in [reach(array)]
     ]
+
+    def check(operands: Operands) -> None:
+        destination = getattr(operands, name)
+        if isinstance(destination, np.ndarray) and not destination.flags.writeable:
+            raise ValueError(f"{name}: got a read-only array; expected one that can be written")
+        start = start_of_it(operands)
+        for other, start_of, low, high in clashes:
+            near = low < start_of(operands) - start < high
+            if near and may_overlap(destination, getattr(operands, other)):
+                raise ValueError(f"{name}: shares memory with {other}; expected memory of its own")
+
+    return check
 
 
 def _nothing_to_compute(operands: Operands) -> None:

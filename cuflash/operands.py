@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from .arrays import NATIVE, ArrayInfo, adopt, describe, fingerprint, module_of
 from .spec import AttentionSpec, Options
 from .validate import build_spec
+from .validate_backward import BackwardInfos, build_backward_spec
 
 # Options that are arrays, in the order in which they are looked at.
 ARRAY_OPTIONS = ("mask", "bias", "out", "q_lens", "kv_lens")
@@ -36,6 +37,10 @@ class Operands:
     kv_lens: Any = None
     layout: str = "bhsd"
     lse: Any = None
+
+    # What is written, and what is read, by name.
+    DESTINATIONS: ClassVar[tuple[str, ...]] = ("out",)
+    INPUTS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "mask", "bias", "q_lens", "kv_lens")
 
     def fingerprints(self) -> Hashable:
         """What describes the arrays, to be compared."""
@@ -73,6 +78,36 @@ class Operands:
         )
 
 
+@dataclass(slots=True, eq=False)
+class BackwardOperands(Operands):
+    """The native arrays of one backward pass: those of the forward pass, of which `out` and `lse`
+    are read, and the gradients, None until they are allocated.
+    """
+
+    dout: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+
+    DESTINATIONS: ClassVar[tuple[str, ...]] = ("dq", "dk", "dv")
+    INPUTS: ClassVar[tuple[str, ...]] = ("dout", *Operands.INPUTS, "out", "lse")
+
+    def fingerprints(self) -> Hashable:
+        """What describes the arrays, to be compared."""
+        arrays = (getattr(self, name) for name in (*self.INPUTS, *self.DESTINATIONS))
+        return tuple(None if array is None else fingerprint(array) for array in arrays)
+
+    def views(self, spec: AttentionSpec) -> BackwardOperands:
+        """The same memory in one form, as that of a forward pass."""
+        forward = Operands.views(self, spec)
+        rest = {name: bhsd_view(getattr(self, name), self.layout) for name in _ROWS_OF_GRADIENTS}
+        shared = {name: getattr(forward, name) for name in Operands.__slots__}
+        return BackwardOperands(**shared, **rest)
+
+
+_ROWS_OF_GRADIENTS = ("dout", "dq", "dk", "dv")
+
+
 def adopt_all(
     q: Any,
     k: Any,
@@ -101,6 +136,32 @@ def adopt_all(
     )
 
 
+def adopt_backward(
+    forward: Operands,
+    dout: Any,
+    lse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    *,
+    stand_ins: bool = False,
+) -> BackwardOperands:
+    """Every array of a backward pass as a native one; `forward` has those it shares with the
+    forward pass, `out` included.
+    """
+    take = _adopt_or_keep if stand_ins else adopt
+    given = {"dout": dout, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    optional = given if stand_ins else ("dq", "dk", "dv")
+    taken: dict[str, Any] = {
+        name: None if array is None and name in optional else take(name, array)
+        for name, array in given.items()
+    }
+    shared: dict[str, Any] = {
+        name: getattr(forward, name) for name in Operands.__slots__ if name not in given
+    }
+    return BackwardOperands(**shared, **taken)
+
+
 def spec_of(operands: Operands, options: Options) -> AttentionSpec:
     """Check a whole call and describe it; its arrays are those of `operands`."""
     infos = {
@@ -109,12 +170,13 @@ def spec_of(operands: Operands, options: Options) -> AttentionSpec:
         for name in ARRAY_OPTIONS
         if (array := getattr(operands, name)) is not None
     }
-    return build_spec(
-        describe("q", operands.q),
-        describe("k", operands.k),
-        describe("v", operands.v),
-        options._replace(**infos) if infos else options,
-    )
+    q, k, v = (describe(name, getattr(operands, name)) for name in ("q", "k", "v"))
+    options = options._replace(**infos) if infos else options
+    if not isinstance(operands, BackwardOperands):
+        return build_spec(q, k, v, options)
+    arrays = {name: getattr(operands, name) for name in BackwardInfos._fields}
+    given = {name: None if a is None else describe(name, a) for name, a in arrays.items()}
+    return build_backward_spec(q, k, v, BackwardInfos(**given), options)
 
 
 def _adopt_or_keep(name: str, obj: Any) -> Any:

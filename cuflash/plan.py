@@ -11,7 +11,7 @@ from .runtime.device import Device
 from .runtime.ptxas import Resources
 from .runtime.specialisation import Specialisation
 from .spec import AttentionSpec
-from .traffic import tiled_bytes
+from .traffic import backward_bytes, tiled_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,16 @@ class Plan:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of both products over the (query, key) pairs that causal and
-        window leave.
+        """Floating-point operations of the products, two forward or five backward, over the (query,
+        key) pairs that causal and window leave.
         """
         return self.spec.flops
 
     @property
     def hbm_bytes(self) -> int:
         """Main-memory bytes that a tiled kernel must move: inputs once, outputs once."""
+        if self.spec.gradients is not None:
+            return backward_bytes(self.spec)
         return tiled_bytes(self.spec).total
 
     @property
@@ -94,8 +96,9 @@ class Plan:
     def __str__(self) -> str:
         spec, tiling = self.spec, self.tiling
         tile = f"{tiling.q_rows} query rows x {tiling.keys} keys, {tiling.heads} heads at a time"
+        kind = "plan" if spec.gradients is None else "backward plan"
         lines = [
-            f"cuflash plan: {self.family} on {self.device}",
+            f"cuflash {kind}: {self.family} on {self.device}",
             f"  why        {self.why}",
             f"  problem    {describe_problem(spec)}",
             f"  tile       {tile}" + (f"; {tiling.note}" if tiling.note else ""),

@@ -54,6 +54,19 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class Gradients:
+    """How the further arrays of a backward pass lie in memory; LSE by its strides in elements along
+    (batch, heads, seq).
+    """
+
+    dout: Placement
+    lse: tuple[int, int, int]
+    dq: Placement
+    dk: Placement
+    dv: Placement
+
+
+@dataclass(frozen=True, slots=True)
 class ScoreArray:
     """A mask or bias over the scores: its dtype and the axes of (batch, heads, q_len, kv_len) along
     which it varies.
@@ -65,7 +78,8 @@ class ScoreArray:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One attention problem. Lengths count tokens, `scale` multiplies the raw scores.
+    """One attention problem, or its backward pass where there are `gradients`. Lengths count
+    tokens, `scale` multiplies the raw scores.
 
     A query row i sees key j when ``i + diagonal - left <= j <= i + diagonal + right``, where None
     is no bound, causal masking is ``right = 0`` and the diagonal is ``kv_len - q_len`` of the batch
@@ -96,6 +110,7 @@ class AttentionSpec:
     k: Placement
     v: Placement
     out: Placement
+    gradients: Gradients | None = None
 
     @property
     def group(self) -> int:
@@ -180,7 +195,10 @@ class AttentionSpec:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of both products over the visible pairs."""
-        return (
-            2 * self.batch * self.q_heads * self.visible_pairs() * (self.head_dim + self.head_dim_v)
-        )
+        """Multiplications and additions over the visible pairs: of both products, or of the five of
+        a backward pass, which computes the scores again.
+        """
+        dims = self.head_dim + self.head_dim_v
+        if self.gradients is not None:
+            dims = 3 * self.head_dim + 2 * self.head_dim_v
+        return 2 * self.batch * self.q_heads * self.visible_pairs() * dims

@@ -116,6 +116,15 @@ def io_bytes(
     )
 
 
+def backward_bytes(spec: AttentionSpec) -> int:
+    """Traffic of a tiled backward pass: what the forward pass reads and returns and `dout` are
+    read, three gradients are written, each once.
+    """
+    forward = tiled_bytes(spec)
+    lse = spec.lse_size * spec.batch * spec.q_heads * spec.q_len
+    return 2 * (forward.q + forward.k + forward.v + forward.out) + lse
+
+
 def standard_bytes(spec: AttentionSpec, score_size: int) -> Bytes:
     """Traffic of the three-pass computation, with scores of `score_size` bytes."""
     trips = 4

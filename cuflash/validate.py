@@ -7,10 +7,11 @@ all of them hold.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import numbers
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,9 @@ _AXES = {2: "(seq, dim)", 3: "(heads, seq, dim)", 4: "(batch, heads, seq, dim)"}
 
 # In the signature so that calls written today keep their meaning; no family computes them yet.
 _NOT_YET = ("alibi_slopes", "sinks", "block_mask", "seed")
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def build_spec(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo, options: Options) -> AttentionSpec:
@@ -61,7 +65,7 @@ def build_spec(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo, options: Options) -> At
     )
     if flag("causal", options.causal):
         right = 0 if right is None else min(right, 0)
-    out_place = _check_out(options.out, q, q_shape, head_dim_v, layout)
+    out_place = check_output("out", options.out, (*q.shape[:-1], head_dim_v), q, layout)
     scores = (batch, q_heads, q_len, kv_len)
     _check_lens("q_lens", options.q_lens, batch, q_len, q)
     _check_lens("kv_lens", options.kv_lens, batch, kv_len, q)
@@ -105,6 +109,28 @@ def check_option_names(
                 f"{function}: unknown option {name!r}{suggestion(name, known)}; "
                 f"options: {', '.join(known)}"
             ) from None  # Python's own error may be on its way, and says less
+
+
+def checks_option_names(
+    arrays: Iterable[str], known: Sequence[str]
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Answer a mistyped option with the nearest right one; Python's own message names neither.
+
+    `arrays` are the parameters that are no options.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError:
+                check_option_names(function.__name__, kwargs.keys() - set(arrays), known)
+                raise
+
+        return call
+
+    return decorate
 
 
 def suggestion(given: str, known: Sequence[str]) -> str:
@@ -193,10 +219,11 @@ def _check_dtypes_and_devices(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo) -> None:
     for name, info in (("k", k), ("v", v)):
         if info.dtype != q.dtype:
             raise TypeError(f"{name}: got dtype {info.dtype}; expected q's dtype, {q.dtype}")
-        _check_device(name, info.device, q)
+        check_device(name, info.device, q)
 
 
-def _check_device(name: str, device: str, q: ArrayInfo) -> None:
+def check_device(name: str, device: str, q: ArrayInfo) -> None:
+    """Raise ValueError for an array that does not lie where q does."""
     if device != q.device:
         raise ValueError(f"{name}: got an array on {device}; expected q's device, {q.device}")
 
@@ -281,7 +308,7 @@ def _score_array(
     if info.dtype not in dtypes:
         meaning = " (True attends)" if dtypes == ("bool",) else ""
         raise TypeError(f"{name}: got dtype {info.dtype}; expected {' or '.join(dtypes)}{meaning}")
-    _check_device(name, info.device, q)
+    check_device(name, info.device, q)
     wanted = scores[4 - len(q.shape) :]
     shape = info.shape
     fits = len(shape) <= len(wanted) and all(
@@ -309,7 +336,7 @@ def _check_lens(name: str, lens: Any, batch: int, capacity: int, q: ArrayInfo) -
     if lens.shape != (batch,):
         raise ValueError(f"{name}: got shape {lens.shape}; expected (batch,) = ({batch},)")
     if isinstance(lens, ArrayInfo):
-        _check_device(name, lens.device, q)
+        check_device(name, lens.device, q)
     check_length_values(name, lens, capacity)
 
 
@@ -323,20 +350,30 @@ def check_length_values(name: str, lens: Any, capacity: int) -> None:
         raise ValueError(f"{name}: got {name}[{at}] = {int(lens[at])}; expected 0 to {capacity}")
 
 
-def _check_out(
-    out: ArrayInfo | None, q: ArrayInfo, q_shape: tuple[int, ...], head_dim_v: int, layout: str
+def check_like(
+    name: str, info: ArrayInfo | None, shape: tuple[int, ...], q: ArrayInfo, layout: str
 ) -> Placement:
-    shape = (*q.shape[:-1], head_dim_v)
-    if out is None:
+    """Where an array of this shape, and of q's dtype and device, lies; contiguous where there is
+    none yet.
+    """
+    if info is None:
         return as_bhsd(shape, contiguous_strides(shape), True, layout)[1]
-    if out.shape != shape:
-        raise ValueError(f"out: got shape {out.shape}; expected {shape}")
-    if out.dtype != q.dtype:
-        raise TypeError(f"out: got dtype {out.dtype}; expected q's dtype, {q.dtype}")
-    _check_device("out", out.device, q)
-    if may_repeat(out):
+    if info.shape != shape:
+        raise ValueError(f"{name}: got shape {info.shape}; expected {shape}")
+    if info.dtype != q.dtype:
+        raise TypeError(f"{name}: got dtype {info.dtype}; expected q's dtype, {q.dtype}")
+    check_device(name, info.device, q)
+    return as_bhsd(info.shape, info.strides, info.aligned, layout)[1]
+
+
+def check_output(
+    name: str, info: ArrayInfo | None, shape: tuple[int, ...], q: ArrayInfo, layout: str
+) -> Placement:
+    """`check_like` of an array to be written."""
+    place = check_like(name, info, shape, q, layout)
+    if info is not None and may_repeat(info):
         raise ValueError(
-            f"out: got a broadcast or overlapping view, strides {out.strides}; "
+            f"{name}: got a broadcast or overlapping view, strides {info.strides}; "
             "expected distinct elements"
         )
-    return as_bhsd(out.shape, out.strides, out.aligned, layout)[1]
+    return place

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from array_module import choose_array_module
 from smollm2_gguf import ChatTokenizer, ModelFile, find_model_file
 from smollm2_inspect import check_against_float64, format_check, save_qkv
 from smollm2_model import Array, SmolLM2
@@ -45,28 +46,6 @@ class CuflashAttention:
     def explain(self, inputs: tuple[Array, ...]) -> str:
         """Describe how such inputs are computed."""
         return str(cuflash.explain(*inputs, causal=True, kernel=self._kernel))
-
-
-def choose_array_module(device: str) -> tuple[Any, str]:
-    """Return NumPy or CuPy for ``--device`` auto, cpu or gpu, and the reason in words."""
-    if device == "cpu":
-        return np, "asked for"
-    try:
-        import cupy
-    except ImportError as error:
-        reason = f"CuPy can't be imported ({error})"
-    else:
-        try:
-            count = cupy.cuda.runtime.getDeviceCount()
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            reason = f"CuPy finds no GPU ({error})"
-        else:
-            if count > 0:
-                return cupy, f"CuPy finds {count} GPU{'s' if count > 1 else ''}"
-            reason = "CuPy finds no GPU"
-    if device == "gpu":
-        raise RuntimeError(f"--device gpu: {reason}")
-    return np, reason
 
 
 def dtype_by_name(name: str) -> Any:

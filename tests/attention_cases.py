@@ -59,6 +59,16 @@ def load_cases() -> tuple[list[Case], dict[str, str]]:
     return content["cases"], content["not_yet"]
 
 
+def takes_gradients(case: Case) -> bool:
+    """Whether a case is judged by gradients, at least in part."""
+    return case["op"] == "attention_backward" or bool(case["options"].get("backward"))
+
+
+def has_forward(case: Case) -> bool:
+    """Whether a case says what is expected of its forward alone."""
+    return not takes_gradients(case) or "forward" in case
+
+
 # --- from a case to a call ----------------------------------------------------------------------
 
 
@@ -97,13 +107,16 @@ class Packing:
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """One forward call: q, k and v as (batch, seq, heads, head_dim) and the options of its case."""
+    """One forward call: q, k and v as (batch, seq, heads, head_dim) and the options of its case;
+    also dout, where the case gives it.
+    """
 
     arrays: dict[str, HostArray]
     options: Mapping[str, Any]
     q_lens: np.ndarray | None = None
     kv_lens: np.ndarray | None = None
     packing: Packing | None = None
+    key_packing: Packing | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.arrays[name].view.shape
@@ -119,10 +132,13 @@ def forward_call(case: Case) -> ForwardCall:
     unused = set(case["inputs"]) - set(names) - {"dout"}
     if unused:
         raise ValueError(f"{case['id']}: the forward call has no use for {sorted(unused)}")
-    specs = {role: case["inputs"][name] for role, name in zip("qkv", names, strict=True)}
+    named = dict(zip("qkv", names, strict=True))
+    if "dout" in case["inputs"]:
+        named["dout"] = "dout"
+    specs = {role: case["inputs"][name] for role, name in named.items()}
     values = {
         role: read_values(name, specs[role], case["dtype"], case["seed"])
-        for role, name in zip("qkv", names, strict=True)
+        for role, name in named.items()
     }
     layouts = {role: spec.get("layout") for role, spec in specs.items()}
     options = case["options"]
@@ -139,13 +155,14 @@ def _packed_call(
 ) -> ForwardCall:
     rows = Packing.of(options["cu_seqlens_q"], len(values["q"]))
     keys = Packing.of(options["cu_seqlens_k"], len(values["k"]))
-    padded = {name: (rows if name == "q" else keys).pad(x) for name, x in values.items()}
+    padded = {name: (keys if name in "kv" else rows).pad(x) for name, x in values.items()}
     return ForwardCall(
         lay_out(padded, layouts),
         options,
         q_lens=np.asarray(rows.lengths, np.int32),
         kv_lens=np.asarray(keys.lengths, np.int32),
         packing=rows,
+        key_packing=keys,
     )
 
 
@@ -169,7 +186,7 @@ def library_options(call: ForwardCall) -> dict[str, Any]:
     """Keyword arguments of `cuflash.attention`, all but the arrays."""
     given: dict[str, Any] = {}
     for name, value in call.options.items():
-        if name in ("causal", "return_lse"):
+        if name in ("causal", "return_lse", "deterministic"):
             given[name] = value
         elif name == "window":
             given[name] = tuple(None if bound == -1 else bound for bound in value)
@@ -216,6 +233,9 @@ class NumpyBackend:
     def poison(self, nbytes: Sequence[int]) -> None:
         """Nothing: the host's allocator is not ours to prepare."""
 
+    def disturb(self) -> None:
+        """Nothing: calls on the host wait for one another."""
+
     def failure(self) -> str | None:
         """Why a simple operation no longer works; None while it does."""
         return None
@@ -260,6 +280,13 @@ class CudaBackend:
         """Leave blocks of these sizes full of NaN in the memory pool, for the call to take."""
         blocks = [self.cupy.full(n, 0xFF, np.uint8) for n in nbytes]
         del blocks
+
+    def disturb(self) -> None:
+        """Start other work on a second stream, which takes multiprocessors from the next call."""
+        with self.cupy.cuda.Stream(non_blocking=True):
+            square = self.cupy.ones((1024, 1024), np.float32)
+            for _ in range(8):
+                square = square @ square * np.float32(1 / 1024)
 
     def failure(self) -> str | None:
         """Why a simple operation no longer works; None while it does."""

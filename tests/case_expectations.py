@@ -60,7 +60,16 @@ class Trial:
         return self.with_options({name: value})
 
     def _with(self, **fields: Any) -> Trial:
-        return Trial({**self.case, **fields}, self.backend, self.kernel)
+        return type(self)({**self.case, **fields}, self.backend, self.kernel)
+
+    @property
+    def owed(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shape and dtype of each result."""
+        batch, seq, heads, _ = self.call.shape("q")
+        return {
+            "out": (self.call.out_shape, self.call.arrays["q"].view.dtype),
+            "lse": ((batch, heads, seq), np.dtype(np.float32)),
+        }
 
     def got(self, target: str) -> np.ndarray:
         """A result in float64: packed if the case is, else only its sampled part."""
@@ -138,15 +147,9 @@ def check_fields(expectation: Expectation) -> None:
 
 def contract_failures(trial: Trial) -> list[str]:
     """What every successful call owes: shapes, dtypes, and zeros in rows past `q_lens`."""
-    outputs = trial.outcome.outputs
+    outputs, owed = trial.outcome.outputs, trial.owed
     if not outputs:
         return []
-    batch, seq, heads, _ = trial.call.shape("q")
-    q_dtype = trial.call.arrays["q"].view.dtype
-    owed = {
-        "out": (trial.call.out_shape, q_dtype),
-        "lse": ((batch, heads, seq), np.dtype(np.float32)),
-    }
     failures = [
         f"{name} is {array.dtype} {array.shape}; expected {owed[name][1]} {owed[name][0]}"
         for name, array in outputs.items()
@@ -255,6 +258,33 @@ def _repeat_with(trial: Trial, **replacement: Sequence[Any]) -> list[str]:
     return failures
 
 
+def _repeat_runs(trial: Trial, *, runs: int) -> list[str]:
+    failures = []
+    for run in range(1, runs):
+        again = trial.with_options({})
+        texts = contract_failures(again) + failures_of(again.expectations[0], again)
+        failures += [f"run {run}: {text}" for text in texts]
+    return failures
+
+
+def _bitwise_repeat(trial: Trial, *, runs: int, targets: Sequence[str]) -> list[str]:
+    if trial.outcome.error:
+        return [_raised(trial)]
+    first = {target: trial.outcome.outputs[target].tobytes() for target in targets}
+    failures = []
+    for run in range(1, runs):
+        trial.backend.disturb()
+        again = trial.with_options({})
+        if again.outcome.error:
+            return [f"run {run}: {_raised(again)}"]
+        failures += [
+            f"run {run}: {target} has other bits"
+            for target in targets
+            if again.outcome.outputs[target].tobytes() != first[target]
+        ]
+    return failures
+
+
 def _context_alive(trial: Trial) -> list[str]:
     # The call comes first, whatever became of it.
     _ = trial.outcome
@@ -288,6 +318,8 @@ CHECKS: dict[str, Callable[..., list[str]]] = {
     "shape": _shape,
     "equal_variants": _equal_variants,
     "repeat_with": _repeat_with,
+    "repeat_runs": _repeat_runs,
+    "bitwise_repeat": _bitwise_repeat,
     "context_alive": _context_alive,
     "procedure": _procedure,
     "any_of": _any_of,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import backward_trials
 import numpy as np
 import pytest
 from attention_cases import (
@@ -15,6 +16,7 @@ from attention_cases import (
     CudaBackend,
     NumpyBackend,
     forward_call,
+    has_forward,
     load_cases,
     run,
 )
@@ -60,11 +62,13 @@ def is_procedure(case: Case) -> bool:
 
 
 def cases_of(backend: str, procedure: bool = False) -> list[Any]:
-    """Test parameters: the cases for a backend that are, or are not, procedures."""
+    """Test parameters: the cases for a backend that are, or are not, procedures; but for those
+    that are about gradients alone.
+    """
     return [
         pytest.param(case, id=case["id"])
         for case in CASES
-        if backend in case["backends"] and is_procedure(case) == procedure
+        if backend in case["backends"] and is_procedure(case) == procedure and has_forward(case)
     ]
 
 
@@ -105,7 +109,7 @@ def test_every_field_of_a_case_is_understood(case: Case) -> None:
     judged = [case, case.get("forward", case)]
     for expectation in [x for part in judged for x in (part["expect"], *part.get("also", []))]:
         check_fields(expectation)
-    assert is_procedure(case) == (case["id"] in PROCEDURES)
+    assert is_procedure(case) == (case["id"] in PROCEDURES | backward_trials.PROCEDURES)
     assert set(case.get("needs", [])) <= ({"two_gpus"} if is_procedure(case) else set())
 
 

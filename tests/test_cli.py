@@ -118,6 +118,17 @@ def test_explain_passes_every_option_on(capsys: Capture) -> None:
     assert found["io_bytes"]["tiled"]["scores"] == 0
 
 
+def test_explain_of_the_backward_pass(capsys: Capture) -> None:
+    info = cuflash.ArrayInfo((2, 8, 4096, 64))
+    plan = cuflash.explain(info, info, info, softcap=3.0, device="9.0", backward=True)
+    command = ("explain", *SHAPE, "--softcap", "3", "--device", "9.0", "--backward")
+    assert run(capsys, *command) == (0, f"{plan}\n", "")
+    assert run_json(capsys, *command) == json.loads(json.dumps(plan.to_dict()))
+    status, _, err = run(capsys, *command, "--return-lse")
+    assert status == 2
+    assert "unknown option 'return_lse'" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

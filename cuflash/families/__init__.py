@@ -9,6 +9,9 @@
   each once; what it does not take adds none
 
 All but `prepare` never import CuPy. Adding an architecture is adding a module and its name here.
+
+The backward pass of a family is a module in `backward`, with all of these verbs but the last, which
+joins them with the first backward kernel. Their specs have `gradients`.
 """
 
 from __future__ import annotations
@@ -18,15 +21,14 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
-from ..operands import Operands
 from ..plan import Plan, Tiling
 from ..runtime.device import Device
 from ..runtime.specialisation import Specialisation
 from ..spec import AttentionSpec
 
 
-class Family(Protocol):
-    """The verbs of a family module."""
+class Pass(Protocol):
+    """The verbs of one pass of a family."""
 
     def supports(self, spec: AttentionSpec, device: Device) -> list[str]: ...
 
@@ -34,7 +36,11 @@ class Family(Protocol):
 
     def plan(self, spec: AttentionSpec, device: Device) -> Tiling: ...
 
-    def prepare(self, plan: Plan) -> Callable[[Operands], None]: ...
+    def prepare(self, plan: Plan) -> Callable[[Any], None]: ...
+
+
+class Family(Pass, Protocol):
+    """The verbs of a family module."""
 
     def specialisations(
         self, device: Device, head_dims: Sequence[int], dtypes: Sequence[str]
@@ -42,6 +48,7 @@ class Family(Protocol):
 
 
 BUILT = ("sm90", "sm80", "standard", "reference")
+BACKWARD_BUILT = ("standard", "reference")
 
 
 @functools.cache
@@ -49,3 +56,10 @@ def load(name: str) -> Family:
     """The module of a built family, imported on first use."""
     module: Any = importlib.import_module(f".{name}", __name__)
     return cast(Family, module)
+
+
+@functools.cache
+def load_backward(name: str) -> Pass:
+    """The module of the backward pass of a family, imported on first use."""
+    module: Any = importlib.import_module(f".backward.{name}", __name__)
+    return cast(Pass, module)

@@ -164,7 +164,7 @@ class _ToTensors:
 
 def _kind(make: Any, operands: Operands, options: Options, recipe: Fp8Recipe) -> Any:
     """The kind of a call, made if it is the first."""
-    key = make, operands.fingerprints(), recipe, *_by_type(options)
+    key = *kinds.key_of(make, operands, options), recipe
     found = kinds.find(key)
     if found is None:
         found = make(operands, options, recipe)
