@@ -24,7 +24,7 @@ def add_command(
     """A command's parser, with a description and examples; `function` takes the options."""
     command: argparse.ArgumentParser = commands.add_parser(
         name,
-        help=summary,
+        help=summary.replace("%", "%%"),
         description=f"{summary[0].upper()}{summary[1:]}.",
         epilog=list_examples(*examples),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -206,5 +206,5 @@ class Team:
 def tidy(reason: str) -> str:
     """The first line that says something, without the folders of this machine."""
     line = next((line.strip() for line in reason.splitlines() if line.strip()), "no reason given")
-    line = re.sub(r"(?<![\w.])/(?:[\w.+@~-]+/)+", "", line)
+    line = re.sub(r"(?<![\w./])/(?!/)(?:[\w.+@~-]+/)+", "", line)
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."

@@ -13,7 +13,7 @@ from pathlib import Path
 
 OPCODE = re.compile(r"(?:@!?U?P\w+\s+)?([A-Z][\w.]+)")
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
-_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);")
+_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
 _BRANCH = re.compile(r"BRA.*`\((\.L_x_\d+)\)")
 
 

@@ -34,7 +34,6 @@ class Worker:
     def __init__(self, module: Any, place: str, options: dict[str, Any]) -> None:
         self._module, self._options = module, options
         self._prepared: Prepared | None = None
-        self._inputs: tuple[Any, ...] = ()
         self._estimate = 0.0
         self._stopwatch: Stopwatch
         if place == "cuda":
@@ -56,10 +55,8 @@ class Worker:
         prepared = self._module.make(given, *inputs, **self._options)
         prepared.call()  # compiles, or loads
         self._wait()
-        self._inputs, self._prepared, self._estimate = inputs, prepared, 0.0
-        return {
-            "digest": found, "note": prepared.note, "work": prepared.work,
-        }  # fmt: skip
+        self._prepared, self._estimate = prepared, 0.0
+        return {"digest": found, "note": prepared.note, "work": prepared.work}
 
     def window(self, settle_ms: float, window_ms: float, flush: bool) -> float:
         """Milliseconds of a call."""
@@ -100,7 +97,7 @@ class Worker:
 
     def release(self) -> None:
         """Give memory back."""
-        self._prepared, self._inputs = None, ()
+        self._prepared = None
         if self._xp is np:
             return
         self._xp.get_default_memory_pool().free_all_blocks()
