@@ -109,12 +109,16 @@ class Process:
         self.send(operation, **fields)
         return self.receive(timeout)
 
-    def end(self) -> None:
-        """Let it end, or make it."""
+    def leave(self) -> None:
+        """Tell it that there is no more to do."""
         assert self._child.stdin is not None
-        assert self._child.stdout is not None
         with contextlib.suppress(OSError):
             self._child.stdin.close()
+
+    def end(self) -> None:
+        """Let it end, or make it."""
+        assert self._child.stdout is not None
+        self.leave()
         try:
             self._child.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
@@ -193,10 +197,12 @@ class Team:
         return dict(sorted(found.items()))
 
     def end(self, names: Iterable[str]) -> None:
-        """End these."""
-        for name in names:
-            if process := self._running.pop(name, None):
-                process.end()
+        """End these, all at a time."""
+        ended = [self._running.pop(name) for name in names if name in self._running]
+        for process in ended:
+            process.leave()
+        for process in ended:
+            process.end()
 
     def _start(self, name: str) -> Process:
         self._starts[name] += 1

@@ -18,6 +18,9 @@ def versions(bits: int = 16) -> dict[str, str]:
 
 def make(problem: Problem, q: Any, k: Any, v: Any, bits: int = 16) -> Prepared:
     """A graph that is built once, and executed on addresses."""
+    from cupy.cuda import device
+
+    device.get_cublas_handle()  # loads libraries that cuDNN looks for by their names
     return _of_e4m3(problem, q, k, v) if bits == 8 else _of_16_bits(problem, q, k, v)
 
 

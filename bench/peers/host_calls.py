@@ -53,12 +53,14 @@ def _of_tensors(problem: Problem, q: Any, k: Any, v: Any) -> Callable[[], Any]:
 
 def _by_torch(problem: Problem, q: Any, k: Any, v: Any) -> Callable[[], Any]:
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    # For the whole process, so that no call pays for the choice.
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_math_sdp(False)
     tensors = [to_torch(array) for array in (q, k, v)]
     attend = torch.nn.functional.scaled_dot_product_attention
-    # For as long as the process lives, so that no call pays for the choice.
-    sdpa_kernel(SDPBackend.FLASH_ATTENTION).__enter__()
     return lambda: attend(*tensors, is_causal=problem.causal)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 import cuflash
 
 from ..shapes import Problem
@@ -30,7 +32,7 @@ def make(problem: Problem, q: Any, k: Any, v: Any, kernel: str = "auto") -> Prep
 
 def poisoned_like(array: Any) -> Any:
     """Memory for a result in which an element that is not written shows as NaN."""
-    size = array.dtype.itemsize
+    bits = np.dtype(f"uint{8 * array.dtype.itemsize}")
     copy = array.copy()
-    copy.view(f"uint{8 * size}").fill((1 << 8 * size) - 1)  # a NaN in every format
+    copy.view(bits).fill(np.iinfo(bits).max)  # a NaN in every format
     return copy
