@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from cuflash.runtime import cache, compiler, device
 from cuflash.runtime.compiler import CompileError
 
 from . import configurations, options, static
-from .processes import tidy
+from .processes import environment, tidy
 from .session import Session
 
 _DIMS = (64, 128, 256)
@@ -75,7 +74,10 @@ def measure(
             f"{statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s"
         )
     if run_.place == "cuda" and not run_.is_late:
-        rows += _first_calls(run_)
+        try:
+            rows += _first_calls()
+        except (subprocess.SubprocessError, RuntimeError) as error:
+            run_.results.skip("compile: the first call", tidy(str(error)))
     run_.results.add("compile", rows)
     run_.results.data["versions"]["NVRTC"] = compiler.version_text()
 
@@ -87,24 +89,19 @@ def _here(run_: Session) -> tuple[str, ...]:
     return (f"sm_{major}{minor}",)
 
 
-def _first_calls(run_: Session) -> list[dict[str, Any]]:
+def _first_calls() -> list[dict[str, Any]]:
     """In processes of their own: with an empty cache, and with what the first left there."""
-    paths = dict.fromkeys([os.getcwd(), *filter(None, sys.path)])
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        environment = {
-            **os.environ, cache.VARIABLE: folder, "PYTHONPATH": os.pathsep.join(paths)
-        }  # fmt: skip
         for _ in range(2):
-            try:
-                done = subprocess.run(
-                    [sys.executable, "-m", "bench.first_call"],
-                    env=environment, capture_output=True, text=True, check=True,
-                    timeout=_FIRST_CALL_S,
-                )  # fmt: skip
-            except subprocess.SubprocessError as error:
-                run_.results.skip("compile: the first call", tidy(str(error)))
-                return []
+            done = subprocess.run(
+                [sys.executable, "-m", "bench.first_call"],
+                env=environment(**{cache.VARIABLE: folder}), capture_output=True, text=True,
+                check=False, timeout=_FIRST_CALL_S,
+            )  # fmt: skip
+            if done.returncode:
+                said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+                raise RuntimeError(said[-1])
             found.append(json.loads(done.stdout.splitlines()[-1]))
     uncached, cached = (one["seconds"] for one in found)
     print(f"first call of a process: {uncached:.2f} s, from the cache {cached:.2f} s")

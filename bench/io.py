@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ import cuflash
 
 from . import columns, options
 from .io_target import EVICT, MARK
-from .processes import tidy
+from .processes import environment, tidy
 from .session import Session
 from .shapes import HIDDEN, TOKENS, Problem
 
@@ -108,7 +107,6 @@ def predicted(problem: Problem, name: str) -> float:
 
 def _profile(tool: str, cases: Sequence[tuple[str, Problem]]) -> dict[int, int]:
     listed = [{"kernel": _KERNELS[name], "problem": problem.to_dict()} for name, problem in cases]
-    paths = dict.fromkeys([os.getcwd(), *filter(None, sys.path)])
     done = subprocess.run(
         [
             *(tool, "--csv", "--page", "raw", "--print-units", "base"),
@@ -120,7 +118,7 @@ def _profile(tool: str, cases: Sequence[tuple[str, Problem]]) -> dict[int, int]:
         text=True,
         check=False,
         timeout=_TIMEOUT_S,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env=environment(),
     )
     if done.returncode:
         said = [line for line in (done.stdout + done.stderr).splitlines() if "==ERROR==" in line]

@@ -46,7 +46,6 @@ class Process:
     def __init__(self, spec: Spec) -> None:
         # Closed in `end`.
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        paths = [os.getcwd(), *filter(None, sys.path)]
         self._child = subprocess.Popen(
             [
                 *(sys.executable, "-m", "bench.worker"),
@@ -57,7 +56,7 @@ class Process:
             stderr=self._errors,
             text=True,
             encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
+            env=environment(),
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -207,6 +206,12 @@ class Team:
     def _start(self, name: str) -> Process:
         self._starts[name] += 1
         return Process(self.specs[name])
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that finds the modules that this one does."""
+    paths = dict.fromkeys([os.getcwd(), *filter(None, sys.path)])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
 def tidy(reason: str) -> str:

@@ -77,7 +77,7 @@ def _speeds(rows: Sequence[Row], title: str, ours: Sequence[str]) -> list[str]:
     shown = [*ours, *peers]
     decodes = all(row["q_len"] == 1 for row in rows)
     on_cpu = all(entry.get("tflops", 0) < 10 for row in rows for entry in row["columns"].values())
-    unit = "ms" if on_cpu else "GB/s" if decodes else "TFLOP/s"
+    unit = "GB/s" if decodes else "ms" if on_cpu else "TFLOP/s"
 
     def cell(row: Row) -> str:
         column = row["columns"]
