@@ -154,6 +154,13 @@ def test_a_row_that_belongs_to_another_is_wrong(kind: str) -> None:
     assert not samples.is_right(*samples.error_of(found, exact), kind)
 
 
+@pytest.mark.parametrize(("kind", "bound"), samples.BOUNDS.items())
+def test_one_bad_row_is_not_lost_among_many(kind: str, bound: float) -> None:
+    assert samples.is_right(0.9 * bound, 4 * bound, kind)
+    assert not samples.is_right(0.9 * bound, 6 * bound, kind)
+    assert not samples.is_right(1.1 * bound, 1.1 * bound, kind)
+
+
 def test_what_a_kernel_does_not_write_is_nan() -> None:
     for dtype in ("float16", "bfloat16", "float32"):
         memory = ours.poisoned_like(np.zeros((2, 3), dtype_of(dtype)))

@@ -107,6 +107,9 @@ def test_a_loop_inside_counts_with_its_turns() -> None:
     assert counts == {
         "HMMA.16816.F32": 40, "LDSM.16.M88.4": 3, "MUFU.EX2": 4, "BRA": 4
     }  # fmt: skip
+    for needed in (41, 24 - 8 + 7):
+        with pytest.raises(ValueError, match="no loop has"):
+            main_loop(text, needed, exponentials=4)
 
 
 def test_two_tiles_by_turns_are_halved() -> None:
