@@ -78,7 +78,8 @@ def run(
             )
         )
 
-    times = take_turns(running, window, pace, random.Random(seed), team, column)
+    order = random.Random(f"{seed} {problem}")  # another for each problem
+    times = take_turns(running, window, pace, order, team, column)
     for name, found in times.items():
         if found and not _has_failed(column[name]):
             column[name]["ms"], column[name]["spread"] = stats.median_and_spread(found)

@@ -85,11 +85,9 @@ class Worker:
 
     def exact(self, problem: dict[str, Any], seed: int, samples: list[Any]) -> dict[str, Any]:
         """The same rows in float64, and a digest of the inputs that they are of."""
+        answer = self._exact(Problem(**problem), seed, _unpacked_samples(samples))
         self.release()
-        given = Problem(**problem)
-        inputs = random_inputs(self._xp, given, seed)
-        rows = exact_rows(self._xp, given, *inputs, _unpacked_samples(samples))
-        return {"digest": digest(self._xp, inputs), "rows": pack(rows)}
+        return answer
 
     def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Another function of the module."""
@@ -111,6 +109,11 @@ class Worker:
         except Exception:
             return False
         return True
+
+    def _exact(self, problem: Problem, seed: int, samples: list[Sample]) -> dict[str, Any]:
+        inputs = random_inputs(self._xp, problem, seed)
+        rows = exact_rows(self._xp, problem, *inputs, samples)
+        return {"digest": digest(self._xp, inputs), "rows": pack(rows)}
 
     def _call(self) -> Any:
         if self._prepared is None:
