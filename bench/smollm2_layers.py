@@ -1,6 +1,6 @@
 """Saves q, k, v of every layer of SmolLM2-135M for a text, to measure 8-bit errors on.
 
-    python bench/smollm2_layers.py layers.npz [--text FILE] [--tokens 2048] [--model FILE]
+    python -m bench.smollm2_layers layers.npz [--text FILE] [--tokens 2048] [--model FILE]
     cuflash fp8-error --npz layers.npz --causal
 
 The model is that of ``examples/smollm2.py``, and needs the same packages. Queries and keys are

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from bench import sass
 from cuflash.runtime import compiler, source
 from cuflash.runtime.compiler import Compiled
 from cuflash.runtime.ptxas import Resources
@@ -73,14 +71,8 @@ def compiled_from(text: str, arch: str) -> Compiled:
     return Compiled(f"cubin of {arch}: {text}".encode(), "a log", resources, 0.5)
 
 
-def disassemble(cubin: bytes, folder: Path) -> str:
-    """SASS of a cubin, by way of a file in `folder`; skips the test where there is no nvdisasm."""
-    wheels = sorted((Path(sys.prefix) / "lib").glob("python*/site-packages/nvidia/*/bin/nvdisasm"))
-    tool = str(wheels[0]) if wheels else shutil.which("nvdisasm")
-    if tool is None:
+def disassemble(cubin: bytes) -> str:
+    """SASS of a cubin; skips the test where there is no nvdisasm."""
+    if sass.disassembler() is None:
         pytest.skip("no nvdisasm")
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    found = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+    return sass.disassemble(cubin)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from collections.abc import Iterator
@@ -90,17 +89,7 @@ def gpu_record(counts: dict[str, int]) -> dict[str, Any]:
         "python": platform.python_version(),
         "cuflash": cuflash.__version__,
         "counts": counts,
-        "cuda_src": cuda_source_hashes(),
-    }
-
-
-def cuda_source_hashes() -> dict[str, str]:
-    """SHA-256 of each CUDA source, by its path below cuda_src."""
-    root = source.root()
-    return {
-        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(root.rglob("*"))
-        if path.suffix in (".cu", ".cuh")
+        "cuda_src": source.hashes(),
     }
 
 

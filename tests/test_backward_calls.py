@@ -15,7 +15,7 @@ from gradient_comparison import GRADIENTS, assert_gradients
 from test_signature import CONTRACT
 
 import cuflash
-from cuflash import ArrayInfo, calls, dispatch, families
+from cuflash import ArrayInfo, dispatch, families, kinds
 from cuflash.validate_backward import BACKWARD_OPTION_NAMES
 
 Q, K, V, OUT, LSE = (2, 4, 6, 8), (2, 2, 7, 8), (2, 2, 7, 5), (2, 4, 6, 5), (2, 4, 6)

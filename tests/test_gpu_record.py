@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from conftest import cuda_source_hashes
+from cuflash.runtime import source
 
 RECORD = Path(__file__).parent / "gpu_record.json"
 RERUN = "run `python -m pytest -m gpu --gpu-record tests/gpu_record.json` on a GPU, and commit it"
@@ -24,7 +24,7 @@ def test_the_recorded_run_passed() -> None:
 
 
 def test_the_sources_are_those_that_passed() -> None:
-    hashes = cuda_source_hashes()
+    hashes = source.hashes()
     assert hashes, "no CUDA sources found"
     recorded_hashes = recorded()["cuda_src"]
     changed = sorted(

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from compiling import disassemble, needs_compiler
 
+from bench.sass import inner_loops, opcode, parse
 from cuflash import ArrayInfo, explain
 from cuflash.families import sm90_fp8
 from cuflash.runtime import cache, device
 
 pytestmark = needs_compiler
-OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", re.MULTILINE)
 
 
-def opcodes(kernel: str, arch: str, folder: Path, *, dim: int, causal: bool) -> Counter[str]:
+def opcodes(kernel: str, arch: str, *, dim: int, causal: bool) -> Counter[str]:
     """How often each instruction stands in the kernel of a call."""
     array = ArrayInfo((1, 8, 4096, dim))
     plan = explain(array, array, array, causal=causal, device=device.named(arch), kernel=kernel)
     assert plan.tiling.launch is not None
     entry = cache.get(plan.tiling.launch.module, arch, show_progress=False)
-    return Counter(OPCODE.findall(disassemble(entry.path.read_bytes(), folder)))
+    return Counter(map(opcode, parse(disassemble(entry.path.read_bytes())).code))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
 def test_sm80_multiplies_on_tensor_cores_and_loads_asynchronously(
-    arch: str, dim: int, causal: bool, tmp_path: Path
+    arch: str, dim: int, causal: bool
 ) -> None:
-    found = opcodes("sm80", arch, tmp_path, dim=dim, causal=causal)
+    found = opcodes("sm80", arch, dim=dim, causal=causal)
     assert found["HMMA.16816.F32"] >= 64
     for name in ("LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS.128", "MUFU.EX2"):
         assert found[name], f"{name} is not among {sorted(found)}"
@@ -42,11 +40,11 @@ def test_sm80_multiplies_on_tensor_cores_and_loads_asynchronously(
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-def test_sm90_has_wide_products_and_tensor_copies(dim: int, causal: bool, tmp_path: Path) -> None:
+def test_sm90_has_wide_products_and_tensor_copies(dim: int, causal: bool) -> None:
     array = ArrayInfo((1, 8, 4096, dim))
     plan = explain(array, array, array, causal=causal, device="9.0", kernel="sm90")
     keys = plan.tiling.keys
-    found = opcodes("sm90", "sm_90a", tmp_path, dim=dim, causal=causal)
+    found = opcodes("sm90", "sm_90a", dim=dim, causal=causal)
     for name in (f"HGMMA.64x{keys}x16.F32", f"HGMMA.64x{dim}x16.F32"):
         assert found[name], f"{name} is not among {sorted(found)}"
     assert any(name.startswith("UTMALDG.4D") for name in found)
@@ -57,15 +55,13 @@ def test_sm90_has_wide_products_and_tensor_copies(dim: int, causal: bool, tmp_pa
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-def test_the_inner_loops_of_sm90_are_short_and_fence_nothing(
-    dim: int, causal: bool, tmp_path: Path
-) -> None:
+def test_the_inner_loops_of_sm90_are_short_and_fence_nothing(dim: int, causal: bool) -> None:
     """A fence of all memory at each arrival costs a quarter; instructions cost energy."""
     array = ArrayInfo((1, 8, 4096, dim))
     plan = explain(array, array, array, causal=causal, device="9.0", kernel="sm90")
     assert plan.tiling.launch is not None
     entry = cache.get(plan.tiling.launch.module, "sm_90a", show_progress=False)
-    loops = inner_loops(disassemble(entry.path.read_bytes(), tmp_path))
+    loops = inner_loops(disassemble(entry.path.read_bytes()))
     products = dim // 16 + plan.tiling.keys // 16
     whole = [loop for loop in loops if sum("HGMMA" in line for line in loop) == products]
     shortest = min(map(len, whole))
@@ -83,7 +79,7 @@ def test_the_inner_loops_of_sm90_are_short_and_fence_nothing(
 @pytest.mark.parametrize("qk_dtype", ["e4m3", "int8"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_the_inner_loop_of_8_bits_multiplies_and_fences_nothing(
-    dim: int, qk_dtype: str, bounded: bool, tmp_path: Path
+    dim: int, qk_dtype: str, bounded: bool
 ) -> None:
     """On two tiles of 64 keys, by turns from one set of registers to another."""
     variant = sm90_fp8.Variant(dim, qk_dtype, "lagging", "float16", bounded, False, False, False)
@@ -92,7 +88,7 @@ def test_the_inner_loop_of_8_bits_multiplies_and_fences_nothing(
     (resources,) = entry.resources.values()
     assert resources.spill_stores == 0
     assert not resources.warnings
-    assembly = disassemble(entry.path.read_bytes(), tmp_path)
+    assembly = disassemble(entry.path.read_bytes())
     assert "UTMALDG.4D" in assembly
     assert "UTMASTG.4D" in assembly
     queries = {"e4m3": "QGMMA.64x64x32.F32.E4M3.E4M3", "int8": "IGMMA.64x64x32.S8.S8"}[qk_dtype]
@@ -110,29 +106,3 @@ def test_the_inner_loop_of_8_bits_multiplies_and_fences_nothing(
     scores, out = 32, dim // 2
     per_score = {"e4m3": 3.5, "int8": 4.5}[qk_dtype]
     assert len(loop) <= 2 * (per_score * scores + out + 385), len(loop)
-
-
-def inner_loops(assembly: str) -> list[list[str]]:
-    """Instructions of each loop that has no other loop with products in it."""
-    code: list[str] = []
-    labels: dict[str, int] = {}
-    loops = []
-    for line in assembly.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        if instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            code.append(instruction[1])
-            target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
-            if target and target[1] in labels:
-                loops.append((labels[target[1]], len(code)))
-    with_products = [
-        (first, last) for first, last in loops if any("GMMA" in x for x in code[first:last])
-    ]
-    return [
-        code[first:last]
-        for first, last in with_products
-        if not any(
-            first <= begin and end <= last and (begin, end) != (first, last)
-            for begin, end in with_products
-        )
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import posixpath
 import re
 from collections.abc import Iterator
@@ -36,6 +37,15 @@ def root() -> Path:
 def read(name: str) -> str:
     """Text of one source, by its path below `root()` such as ``"standard/softmax.cu"``."""
     return (root() / name).read_text(encoding="utf-8")
+
+
+def hashes() -> dict[str, str]:
+    """SHA-256 of each source, by its path below `root()`."""
+    return {
+        path.relative_to(root()).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(root().rglob("*"))
+        if path.suffix in (".cu", ".cuh")
+    }
 
 
 def expand(name: str) -> str:

@@ -1,0 +1,1 @@
+"""Measurements that a reader can rerun: `python -m bench --help`."""

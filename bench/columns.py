@@ -1,0 +1,73 @@
+"""The columns of each bench: what runs in which process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .processes import Spec
+
+OURS = "cuflash"
+JUDGE = "judge"
+_FA3, _FA4 = "flash_attn_interface", "flash_attn.cute"
+_PEERS = "bench.peers"
+
+
+def _torch(backend: str) -> Spec:
+    return Spec(f"{_PEERS}.torch_sdpa", options={"backend": backend})
+
+
+def _flash(module: str, bits: int = 16) -> Spec:
+    return Spec(f"{_PEERS}.flash_attention", options={"module": module, "bits": bits})
+
+
+def _fp8(recipe: str, part: str) -> Spec:
+    return Spec(f"{_PEERS}.ours_fp8", options={"recipe": recipe, "part": part})
+
+
+def _ours(kernel: str, place: str = "cuda") -> Spec:
+    return Spec(f"{_PEERS}.ours", place, {"kernel": kernel})
+
+
+# Of 16 bits on a GPU. The first that a file has is what `compare` compares with.
+PEERS = {
+    "fa3": _flash(_FA3),
+    "torch-cudnn": _torch("CUDNN_ATTENTION"),
+    "cudnn": Spec(f"{_PEERS}.cudnn_graph"),
+    "fa4": _flash(_FA4),
+    "torch-flash": _torch("FLASH_ATTENTION"),
+    "torch-efficient": _torch("EFFICIENT_ATTENTION"),
+    "standard": _ours("standard"),
+}
+CPU_PEERS = {"blas": Spec(f"{_PEERS}.blas", "cpu")}
+RECIPES = ("f8", "i8", "f8+", "i8+")
+FP8_PEERS = {"fa3": _flash(_FA3, 8), "cudnn": Spec(f"{_PEERS}.cudnn_graph", options={"bits": 8})}
+CEILINGS = {
+    name: Spec(f"{_PEERS}.ceilings", options={"what": name})
+    for name in ("matmul float16", "matmul bfloat16", "matmul e4m3", "copy")
+}
+
+
+def judge(place: str) -> Spec:
+    """Knows exact rows."""
+    return Spec(f"{_PEERS}.judge", place)
+
+
+def forward(kernel: str, place: str, peers: Iterable[str]) -> dict[str, Spec]:
+    """Ours by a kernel, and these peers."""
+    known = PEERS if place == "cuda" else CPU_PEERS
+    return {OURS: _ours(kernel, place), **{name: known[name] for name in peers}}
+
+
+def fp8(recipes: Iterable[str], peers: Iterable[str]) -> dict[str, Spec]:
+    """Attention to codes by each recipe, and these peers with e4m3."""
+    ours = {recipe: _fp8(recipe, "attend") for recipe in recipes}
+    return ours | {name: FP8_PEERS[name] for name in peers}
+
+
+def quantize(recipes: Iterable[str]) -> dict[str, Spec]:
+    """Quantising and the whole by each recipe, beside a copy and 16 bits."""
+    found = {"copy": CEILINGS["copy"], "16 bits": _ours("auto")}
+    for recipe in recipes:
+        found[f"quantise {recipe}"] = _fp8(recipe, "quantise")
+        found[f"whole {recipe}"] = _fp8(recipe, "whole")
+    return found
