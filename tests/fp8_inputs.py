@@ -1,4 +1,4 @@
-"""Inputs of the tests of 8-bit attention."""
+"""Inputs and recipes of the tests of 8-bit attention, and its error."""
 
 from __future__ import annotations
 
@@ -6,6 +6,23 @@ from typing import Any
 
 import numpy as np
 from comparison import Array
+
+from cuflash.fp8 import PRESETS, Fp8Recipe
+
+RECIPES: dict[str, Fp8Recipe] = {
+    **PRESETS,
+    "running": Fp8Recipe(reference="running", p_scale=1),
+    "lagging in blocks": Fp8Recipe(reference="lagging", p_scale=256, v_block=128, k_block=64),
+    "v in blocks": Fp8Recipe(v_block=128, k_block=256, q_block=64),
+    "v in small blocks": Fp8Recipe(v_block=32, k_block=32, q_block="head"),
+    "v in large blocks": Fp8Recipe(v_block=256, k_block="head", p_scale=16),
+    "v by token": Fp8Recipe(v_block="token", k_block="token"),
+    "one v scale": Fp8Recipe(v_block="head", first_tile_16bit=True, center_v=False),
+    "two levels": Fp8Recipe(accumulate="two_level"),
+    "two levels in blocks": Fp8Recipe(accumulate="two_level", v_block=64),
+    "one accumulator": Fp8Recipe(accumulate="single"),
+    "one accumulator in blocks": Fp8Recipe(accumulate="single", v_block=64),
+}
 
 
 def normal(
@@ -18,3 +35,9 @@ def normal(
     k = rng.standard_normal((batch, kv_heads, kv_len, dim))
     v = rng.standard_normal((batch, kv_heads, kv_len, dim if dim_v is None else dim_v))
     return q.astype(dtype), k.astype(dtype), v.astype(dtype)
+
+
+def relative(found: Array, exact: Array) -> float:
+    """Error in percent of the norm."""
+    distance = np.linalg.norm(found.astype(np.float64) - exact)
+    return float(100 * distance / np.linalg.norm(exact))
