@@ -1,0 +1,639 @@
+"""How the warps of an sm90 block wait for each other, without what they compute.
+
+A producer and the warps of each warpgroup run as generators, a step at a time in random order, and
+copies, products and stores end whenever they like. They meet as in `cuda_src/sm90`: producer.cuh,
+warpgroup.cuh, walk16.cuh and walk8.cuh, whose names are used here. What can go wrong is a `Fault`:
+shared memory that changes while it is read, or is not what a reader expects, a barrier with too
+many arrivals, and a block that waits for ever.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+WARPS = 4  # of a warpgroup
+FIRST_TILES = 2  # whose values are of 16 bits
+
+Step = Callable[[], bool] | None  # what has to hold before the next one; None: nothing
+Steps = Iterator[Step]
+Tag = tuple[int, int]  # a piece of work, and a tile of it
+
+
+class Fault(Exception):
+    """What the kernel must not do."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the kernel is compiled for; `mutation` is a mistake to be found."""
+
+    groups: int = 2
+    stages: int = 2
+    cluster: int = 1
+    ping_pong: bool = False
+    out_over_q: bool = False
+    skips: bool = False
+    lengths: bool = False
+    eight: bool = False
+    first: bool = False
+    mutation: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tiles that the block's rows see, and of these what each warpgroup's do."""
+
+    begin: int
+    end: int
+    spans: tuple[tuple[int, int], ...]
+    short: bool  # kv_len ends within the last tile
+
+    @property
+    def any(self) -> bool:
+        return self.begin < self.end
+
+
+class Barrier:
+    """An mbarrier: a phase ends with its last arrival and the last of its bytes."""
+
+    def __init__(self, name: str, arrivals: int) -> None:
+        self.name, self.arrivals = name, arrivals
+        self.left, self.copies, self.phase = arrivals, 0, 0
+
+    def arrive(self, expect: int = 0) -> None:
+        if self.left == 0:
+            raise Fault(f"{self.name}: too many arrivals in a phase")
+        self.left -= 1
+        self.copies += expect
+        self._end()
+
+    def complete(self) -> None:
+        self.copies -= 1
+        self._end()
+
+    def passed(self, parity: int) -> Callable[[], bool]:
+        return lambda: self.phase % 2 != parity
+
+    def _end(self) -> None:
+        if self.left == self.copies == 0:
+            self.phase += 1
+            self.left = self.arrivals
+
+
+class Meeting:
+    """A named barrier: who waits goes on when all have come."""
+
+    def __init__(self) -> None:
+        self.come = self.met = 0
+
+    def arrive(self, warps: int) -> int:
+        self.come += 1
+        now = self.met
+        if self.come == warps:
+            self.come, self.met = 0, self.met + 1
+        return now
+
+    def wait(self, warps: int) -> Steps:
+        now = self.arrive(warps)
+        yield lambda: self.met > now
+
+
+@dataclass
+class Region:
+    """Shared memory: what it holds, part by part, and how many read it."""
+
+    name: str
+    parts: int = 1
+    readers: int = 0
+    holds: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.holds = [None] * self.parts
+
+    def write(self, part: int, what: Any) -> None:
+        if self.readers:
+            raise Fault(f"{self.name}: written with {what} while it is read")
+        self.holds[part] = what
+
+    def check(self, what: Any) -> None:
+        if any(held != what for held in self.holds):
+            raise Fault(f"{self.name}: expected {what}, holds {self.holds}")
+
+
+class Place:
+    """Which of some stages comes next, and the parity of its barriers."""
+
+    def __init__(self, stages: int, parity: int, slot: int = 0) -> None:
+        self.stages, self.parity, self.slot = stages, parity, slot
+
+    def next(self) -> None:
+        self.slot = (self.slot + 1) % self.stages
+        self.parity ^= self.slot == 0
+
+    def copy(self) -> Place:
+        return Place(self.stages, self.parity, self.slot)
+
+
+class Block:
+    """Barriers and shared memory."""
+
+    def __init__(self, config: Config) -> None:
+        def barriers(name: str, count: int, arrivals: int) -> list[Barrier]:
+            return [Barrier(f"{name} {i}", arrivals) for i in range(count)]
+
+        groups, stages, owners = config.groups, config.stages, config.groups * config.cluster
+        self.k_full, self.v_full = barriers("k_full", stages, 1), barriers("v_full", stages, 1)
+        self.k_empty = barriers("k_empty", stages, owners)
+        self.v_empty = barriers("v_empty", stages, owners)
+        self.q_full, self.q_empty = barriers("q_full", groups, 1), barriers("q_empty", groups, 1)
+        self.work_full = barriers("work_full", 2, 1)
+        self.work_empty = barriers("work_empty", 2, WARPS * groups)
+        (self.first_full,) = barriers("first_full", 1, 1)
+        (self.first_empty,) = barriers("first_empty", 1, groups)
+        self.turn, self.store = ([Meeting() for _ in range(groups)] for _ in range(2))
+        self.consumers = Meeting()
+        self.keys = [Region(f"K {i}", config.cluster) for i in range(stages)]
+        self.values = [Region(f"V {i}", config.cluster) for i in range(stages)]
+        self.cleared = [set[Any]() for _ in range(stages)]  # by which warps
+        self.queries = [Region(f"Q {i}") for i in range(groups)]
+        out = [Region(f"out {i}", WARPS) for i in range(groups)]
+        self.out = out
+        self.first = Region("first values")
+        self.works: list[tuple[int, Work | None] | None] = [None, None]
+        self.products: list[list[dict[str, Any]]] = [[] for _ in range(groups)]
+        self.stores = [0] * groups  # that still read
+
+
+class Kernel:
+    """One cluster with its pieces of work."""
+
+    def __init__(self, config: Config, works: list[Work], chance: random.Random) -> None:
+        self.config, self.works, self.chance = config, works, chance
+        self.blocks = [Block(config) for _ in range(config.cluster)]
+        self.events: list[Callable[[], None]] = []  # that may happen at any time
+        self.stored: set[tuple[int, ...]] = set()
+
+    def run(self) -> None:
+        """Until all have ended.
+
+        Raises
+        ------
+        Fault
+        """
+        actors: list[Steps] = []
+        for rank in range(self.config.cluster):
+            actors.append(self.produce(rank))
+            actors += [
+                Consumer(self, rank, group, warp).run()
+                for group in range(self.config.groups)
+                for warp in range(WARPS)
+            ]
+        spread = self.chance.choice((0.0, 2.5))  # some are a few hundred times as slow as others
+        weights = [10 ** -self.chance.uniform(0, spread) for _ in actors]
+        haste = self.chance.choice((0.02, 0.2, 0.5, 0.9))  # of events
+        waits: list[Step] = [None] * len(actors)
+        running = list(range(len(actors)))
+        while running:
+            ready = [i for i in running if (wait := waits[i]) is None or wait()]
+            if self.events and (not ready or self.chance.random() < haste):
+                self.happen()
+                continue
+            if not ready:
+                raise Fault(f"{len(running)} of {len(actors)} wait for ever")
+            (chosen,) = self.chance.choices(ready, [weights[i] for i in ready])
+            for _ in range(self.chance.choice((1, 1, 30))):
+                try:
+                    wait = waits[chosen] = next(actors[chosen])
+                except StopIteration:
+                    running.remove(chosen)
+                    break
+                if wait is not None and not wait():
+                    break
+        while self.events:
+            self.happen()
+        everyone = len(self.works) * self.config.cluster * self.config.groups * WARPS
+        if len(self.stored) != everyone:
+            raise Fault(f"{len(self.stored)} of {everyone} parts were stored")
+
+    def happen(self) -> None:
+        self.events.pop(self.chance.randrange(len(self.events)))()
+
+    def produce(self, rank: int) -> Steps:
+        config, block = self.config, self.blocks[rank]
+        k_place, v_place = Place(config.stages, 1), Place(config.stages, 1)
+        work_place, q_parity, first_parity = Place(2, 1), 1, 1
+
+        def hand_over(what: tuple[int, Work | None]) -> Steps:
+            slot = work_place.slot
+            yield block.work_empty[slot].passed(work_place.parity)
+            block.works[slot] = None
+            yield None
+            block.works[slot] = what
+            block.work_full[slot].arrive()
+            work_place.next()
+
+        def load(values: bool, place: Place, tag: Tag) -> Steps:
+            slot = place.slot
+            yield (block.v_empty if values else block.k_empty)[slot].passed(place.parity)
+            (block.v_full if values else block.k_full)[slot].arrive(expect=config.cluster)
+            for to in self.blocks:
+
+                def come(to: Block = to) -> None:
+                    (to.values if values else to.keys)[slot].write(rank, tag)
+                    if values:
+                        to.cleared[slot].clear()
+                    (to.v_full if values else to.k_full)[slot].complete()
+
+                self.events.append(come)
+            place.next()
+
+        def load_first(number: int) -> Steps:
+            nonlocal first_parity
+            yield block.first_empty.passed(first_parity)
+            block.first_full.arrive(expect=1)
+
+            def come() -> None:
+                block.first.write(0, number)
+                block.first_full.complete()
+
+            self.events.append(come)
+            first_parity ^= 1
+
+        for number, work in enumerate(self.works):
+            yield from hand_over((number, work))
+            if config.first and work.any and work.end <= FIRST_TILES:
+                yield from load_first(number)
+            if work.any:
+                yield from load(False, k_place, (number, work.end - 1))
+            for group in range(config.groups):
+                yield block.q_empty[group].passed(q_parity)
+                block.q_full[group].arrive(expect=work.any)
+                if work.any:
+
+                    def come(group: int = group, number: int = number) -> None:
+                        block.queries[group].write(0, number)
+                        block.q_full[group].complete()
+
+                    self.events.append(come)
+            q_parity ^= 1
+            for tile in range(work.end - 2, work.begin - 1, -1):
+                if config.first and tile == FIRST_TILES - 1:
+                    yield from load_first(number)
+                yield from load(False, k_place, (number, tile))
+                yield from load(True, v_place, (number, tile + 1))
+            if work.any:
+                yield from load(True, v_place, (number, work.begin))
+        yield from hand_over((-1, None))
+
+
+class Consumer:
+    """A warp of a warpgroup."""
+
+    def __init__(self, kernel: Kernel, rank: int, group: int, warp: int) -> None:
+        self.kernel, self.config, self.rank = kernel, kernel.config, rank
+        self.block, self.group, self.warp = kernel.blocks[rank], group, warp
+        self.place, self.work_place, self.q_parity = Place(self.config.stages, 0), Place(2, 0), 0
+        self.first_parity = 0
+        self.number, self.work, self.span = -1, Work(0, 0, (), False), (0, 0)
+        self.begun = 0  # products so far
+        self.flight: list[int] = []  # those that may still run
+        self.weights: Tag | None = None
+        self.taken: list[int] = []  # tiles whose values are in out
+
+    # --- what they share with others ---
+
+    @property
+    def leads(self) -> bool:
+        return self.warp == 0
+
+    def release(self, values: bool, slot: int) -> None:
+        if self.leads:
+            for block in self.kernel.blocks:  # whose producers fill this block's stages too
+                empty = (block.v_empty if values else block.k_empty)[slot]
+                if block is self.block:
+                    empty.arrive()
+                else:
+                    self.kernel.events.append(empty.arrive)
+
+    def release_queries(self) -> None:
+        if self.leads:
+            self.block.q_empty[self.group].arrive()
+
+    def release_queries_after(self, tile: int) -> None:
+        if not self.config.out_over_q and tile == self.span[0]:
+            self.release_queries()
+
+    def meet(self) -> Steps:
+        return self.block.store[self.group].wait(WARPS)
+
+    def await_turn(self) -> Steps:
+        if self.config.ping_pong:
+            yield from self.block.turn[self.group].wait(2 * WARPS)
+
+    def pass_turn(self) -> None:
+        if self.config.ping_pong:
+            self.block.turn[(self.group + 1) % self.config.groups].arrive(2 * WARPS)
+
+    def await_keys(self) -> Step:
+        return self.block.k_full[self.place.slot].passed(self.place.parity)
+
+    def await_values(self, place: Place) -> Step:
+        return self.block.v_full[place.slot].passed(place.parity)
+
+    # --- products: of a warpgroup, begun by all its warps, in order ---
+
+    def multiply(self, *read: tuple[Region, Any]) -> None:
+        products, number = self.block.products[self.group], self.begun
+        self.begun += 1
+        self.flight.append(number)
+        if number == len(products):
+            products.append({"warps": 0, "read": read, "done": False})
+            for region, _ in read:
+                region.readers += 1
+        product = products[number]
+        for region, what in read:
+            region.check(what)
+        product["warps"] += 1
+        if product["warps"] == WARPS:
+            self.kernel.events.append(lambda: self._end_product(number))
+
+    def _end_product(self, number: int) -> None:
+        products = self.block.products[self.group]
+        if number and not products[number - 1]["done"]:
+            self.kernel.events.append(lambda: self._end_product(number))
+            return
+        for region, what in products[number]["read"]:
+            region.check(what)
+            region.readers -= 1
+        products[number]["done"] = True
+
+    def wait_products(self, pending: int) -> Steps:
+        while len(self.flight) > pending:
+            product = self.block.products[self.group][self.flight.pop(0)]
+            yield partial(product.__getitem__, "done")
+
+    def multiply_queries_and_keys(self, tile: int) -> None:
+        self.multiply(
+            (self.block.queries[self.group], self.number),
+            (self.block.keys[self.place.slot], (self.number, tile)),
+        )
+
+    def multiply_values(self, slot: int) -> None:
+        if self.weights is None:
+            raise Fault("no weights")
+        tile = self.weights[1]
+        last = self.config.lengths and self.work.short and tile == self.work.end - 1
+        if last and len(self.block.cleared[slot]) != WARPS * self.config.groups:
+            raise Fault("values past the length were not cleared")
+        self.multiply((self.block.values[slot], self.weights))
+        self.taken.append(tile)
+
+    def pack_weights(self, tile: int) -> None:
+        if self.flight:
+            raise Fault("weights are overwritten while products read them")
+        self.weights = self.number, tile
+
+    # --- walk16.cuh ---
+
+    def clear_dead_values(self) -> Steps:
+        if not (self.config.lengths and self.work.short):
+            return
+        yield self.await_values(self.place)
+        slot = self.place.slot
+        self.block.values[slot].check((self.number, self.work.end - 1))
+        if self.block.values[slot].readers:
+            raise Fault("values are cleared while they are read")
+        self.block.cleared[slot].add((self.group, self.warp))
+        yield from self.block.consumers.wait(WARPS * self.config.groups)
+
+    def walk16(self) -> Steps:
+        config, (begin, end) = self.config, self.span
+        yield self.await_keys()
+        self.multiply_queries_and_keys(end - 1)
+        yield from self.wait_products(0)
+        self.release(False, self.place.slot)
+        self.release_queries_after(end - 1)
+        self.pack_weights(end - 1)
+        for tile in range(end - 2, begin - 1, -1):
+            before = self.place.copy()
+            self.place.next()
+            first = not config.ping_pong or self.group == 0  # the others' turn comes later
+            if first:
+                yield self.await_keys()
+            yield from self.await_turn()
+            self.multiply_queries_and_keys(tile)
+            yield None
+            if first:
+                yield self.await_values(before)
+            self.multiply_values(before.slot)
+            yield None
+            self.pass_turn()
+            yield from self.wait_products(1)
+            self.release(False, self.place.slot)
+            self.release_queries_after(tile)
+            yield None
+            if config.mutation == "values are released too early":
+                self.release(True, before.slot)
+            yield from self.wait_products(0)
+            if config.mutation != "values are released too early":
+                self.release(True, before.slot)
+            self.pack_weights(tile)
+        yield self.await_values(self.place)
+        self.multiply_values(self.place.slot)
+        yield from self.wait_products(0)
+        self.release(True, self.place.slot)
+        self.place.next()
+
+    # --- walk8.cuh ---
+
+    def walk8(self) -> Steps:
+        first_tiles = FIRST_TILES if self.config.first else 0
+        begin, end = max(self.span[0], first_tiles), self.span[1]
+        for tile in range(end - 1, begin - 1, -1):
+            values = self.place.copy()
+            if tile < end - 1:
+                self.place.next()
+            yield self.await_keys()
+            self.multiply_queries_and_keys(tile)
+            yield None
+            if tile < end - 1:
+                yield self.await_values(values)
+                self.multiply_values(values.slot)
+                yield None
+            hidden = tile == end - 1 or (tile + self.number) % 3 == 0
+            yield from self.wait_products(0 if hidden else 1)
+            self.release(False, self.place.slot)
+            yield None
+            yield from self.wait_products(0)
+            if tile < end - 1:
+                self.release(True, values.slot)
+            self.pack_weights(tile)
+        if end - 1 >= begin:
+            if begin == self.span[0]:
+                self.release_queries()
+            yield self.await_values(self.place)
+            self.multiply_values(self.place.slot)
+            yield from self.wait_products(0)
+            self.release(True, self.place.slot)
+            self.place.next()
+        if self.span[0] < first_tiles:
+            yield from self.await_first_values()
+            for tile in range(min(end, first_tiles) - 1, self.span[0] - 1, -1):
+                yield self.await_keys()
+                self.multiply_queries_and_keys(tile)
+                yield from self.wait_products(0)
+                self.release(False, self.place.slot)
+                if tile == self.span[0]:
+                    self.release_queries()
+                yield None
+                yield self.await_values(self.place)
+                self.multiply((self.block.first, self.number))
+                self.taken.append(tile)
+                yield from self.wait_products(0)
+                self.release(True, self.place.slot)
+                self.place.next()
+            yield from self.release_first_values()
+
+    def await_first_values(self) -> Steps:
+        yield self.block.first_full.passed(self.first_parity)
+        self.first_parity ^= 1
+
+    def release_first_values(self) -> Steps:
+        yield from self.meet()
+        if self.leads:
+            self.block.first_empty.arrive()
+
+    def leave(self) -> Steps:
+        config = self.config
+        if not config.first or self.work.begin >= FIRST_TILES or self.span[0] < FIRST_TILES:
+            return
+        if config.mutation != "first values are left by those who need none":
+            yield from self.await_first_values()
+            yield from self.release_first_values()
+
+    # --- warpgroup.cuh ---
+
+    def skip(self, before: bool) -> Steps:
+        """`pass`, which is a word of Python."""
+
+        def turn() -> Steps:
+            yield self.await_keys()
+            yield from self.await_turn()
+            self.pass_turn()
+
+        if before:
+            yield self.await_keys()
+        else:
+            yield from turn()
+        yield self.await_values(self.place)
+        if self.config.mutation != "warps that pass do not meet":
+            yield from self.meet()
+        self.release(False, self.place.slot)
+        self.release(True, self.place.slot)
+        self.place.next()
+        if before:
+            yield from turn()
+
+    def store(self) -> Steps:
+        if self.flight:
+            raise Fault("out is stored while products write it")
+        begin, end = self.span
+        if self.taken != list(range(end - 1, begin - 1, -1)):
+            raise Fault(f"out has tiles {self.taken}, expected {self.span}")
+        block, group, config = self.block, self.group, self.config
+        if not config.out_over_q:
+            if self.leads:
+                yield lambda: block.stores[group] == 0
+            if config.mutation != "out is written before its last store has read":
+                yield from self.meet()
+        if config.out_over_q and block.queries[group].readers:
+            raise Fault("out is written where products read Q")
+        block.out[group].write(self.warp, self.number)
+        yield None
+        yield from self.meet()
+        self.kernel.stored.add((self.number, self.rank, group, self.warp))
+        if self.leads:
+            block.out[group].check(self.number)
+            block.out[group].readers += 1
+            block.stores[group] += 1
+            number = self.number
+
+            def leave() -> None:
+                block.out[group].check(number)
+                block.out[group].readers -= 1
+                block.stores[group] -= 1
+
+            self.kernel.events.append(leave)
+            if config.out_over_q:
+                yield lambda: block.stores[group] == 0
+                self.release_queries()
+
+    def run(self) -> Steps:
+        config, block = self.config, self.block
+        if config.ping_pong and self.group == 0:
+            block.turn[0].arrive(2 * WARPS)
+        while True:
+            slot = self.work_place.slot
+            yield block.work_full[slot].passed(self.work_place.parity)
+            given = block.works[slot]
+            if given is None:
+                raise Fault("work is read while it is written")
+            block.work_empty[slot].arrive()
+            self.work_place.next()
+            self.number, work = given
+            if work is None:
+                return
+            self.work, self.span, self.taken = work, work.spans[self.group], []
+            yield block.q_full[self.group].passed(self.q_parity)
+            self.q_parity ^= 1
+            if not work.any:
+                if config.mutation == "queries are released before warps have met":
+                    self.release_queries()
+                    yield None
+                yield from self.store()
+                if not config.out_over_q and not config.mutation.startswith("queries"):
+                    self.release_queries()
+                continue
+            late = config.mutation == "values are cleared after tiles that are passed"
+            if not config.eight and not late:
+                yield from self.clear_dead_values()
+            for _ in range(work.end - self.span[1]):
+                yield from self.skip(before=True)
+            if not config.eight and late:
+                yield from self.clear_dead_values()
+            yield from self.walk8() if config.eight else self.walk16()
+            for _ in range(self.span[0] - work.begin):
+                yield from self.skip(before=False)
+            yield from self.leave()
+            yield from self.store()
+
+
+def random_works(config: Config, chance: random.Random) -> list[Work]:
+    """Pieces of work of a few tiles, or none; without `skips` all warpgroups see all of them."""
+    works = []
+    most = chance.choice((1, 2, 5))
+    for _ in range(chance.randrange(1, 8)):
+        begin = chance.randrange(3)
+        end = begin + chance.randrange(most + 1)
+        spans = [(begin, end)] * config.groups
+        if config.skips and end > begin:
+            for group in range(config.groups):
+                high = chance.randrange(begin + 1, end + 1)
+                spans[group] = chance.randrange(begin, high), high
+        works.append(Work(begin, end, tuple(spans), chance.random() < 0.4))
+    return works
+
+
+def trial(config: Config, seed: int) -> None:
+    """One random run.
+
+    Raises
+    ------
+    Fault
+    """
+    chance = random.Random(seed)
+    Kernel(config, random_works(config, chance), chance).run()
