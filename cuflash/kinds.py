@@ -152,7 +152,7 @@ def _destination_check(
     name: str, others: tuple[str, ...], operands: Operands
 ) -> Callable[[Operands], None]:
     destination = getattr(operands, name)
-    start_of_it = _start_of(name, operands)
+    on_host, start_of_it = isinstance(destination, np.ndarray), _start_of(name, operands)
     low, high = reach(destination)
     # Which others could clash with it, what tells where they start, and between which distances
     # from it they do.
@@ -166,13 +166,12 @@ def _destination_check(
     ]
 
     def check(operands: Operands) -> None:
-        destination = getattr(operands, name)
-        if isinstance(destination, np.ndarray) and not destination.flags.writeable:
+        if on_host and not getattr(operands, name).flags.writeable:
             raise ValueError(f"{name}: got a read-only array; expected one that can be written")
         start = start_of_it(operands)
         for other, start_of, low, high in clashes:
             near = low < start_of(operands) - start < high
-            if near and may_overlap(destination, getattr(operands, other)):
+            if near and may_overlap(getattr(operands, name), getattr(operands, other)):
                 raise ValueError(f"{name}: shares memory with {other}; expected memory of its own")
 
     return check
