@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import calls, kinds
+from .arrays import describe
 from .dispatch import choose
 from .fp8.attention import attention_of_tensors
+from .fp8.recipe import Fp8Recipe, recipe_of
 from .fp8.tensors import Fp8Tensor
 from .operands import ARRAY_OPTIONS, Operands, adopt_all, adopt_backward, spec_of
 from .plan import Plan
@@ -194,6 +196,7 @@ def explain(
     *,
     device: Device | str | None = None,
     backward: bool = False,
+    recipe: str | Fp8Recipe | None = None,
     **options: Any,
 ) -> Plan:
     """The plan that `attention` would follow for the same arguments, without running anything.
@@ -207,9 +210,12 @@ def explain(
         left out.
     backward : bool
         Ask for the plan of `attention_backward` instead.
+    recipe : str or Fp8Recipe, optional
+        Ask for the plan of `attention_fp8` with it instead.
     **options
         The options of `attention`; with ``backward=True`` those of `attention_backward`, and its
-        arrays `dout`, `out` and `lse`, contiguous where left out.
+        arrays `dout`, `out` and `lse`, contiguous where left out; with a recipe those of
+        `attention_fp8`.
 
     Returns
     -------
@@ -231,8 +237,14 @@ def explain(
     'standard'
     >>> explain(q, q, q, causal=True, device="9.0", backward=True).family
     'standard'
+    >>> explain(q, q, q, causal=True, device="9.0", recipe="f8").family
+    'sm90_fp8'
     """
     is_backward = flag("backward", backward)
+    if recipe is not None:
+        if is_backward:
+            raise ValueError("recipe: got one with backward=True; 8 bits have no gradients")
+        return _explain_fp8(q, k, v, recipe_of(recipe), options, device)
     check_option_names("explain", options, _BACKWARD_EXPLAINED if is_backward else OPTION_NAMES)
     gradient_arrays = {name: options.pop(name, None) for name in _GRADIENT_ARRAYS}
     chosen = Options(**options)
@@ -241,8 +253,23 @@ def explain(
     if is_backward:
         operands = adopt_backward(operands, **gradient_arrays, stand_ins=True)
     spec = spec_of(operands, chosen)
-    if device is None:
-        device = of_array(spec.device)
-    elif isinstance(device, str):
-        device = named(device)
-    return choose(spec, device, chosen.kernel)
+    return choose(spec, _device(device, spec.device), chosen.kernel)
+
+
+def _explain_fp8(
+    q: Any, k: Any, v: Any, recipe: Fp8Recipe, options: dict[str, Any], device: Device | str | None
+) -> Plan:
+    from .fp8 import plan  # which loads a family
+
+    check_option_names("explain with a recipe", options, plan.OPTION_NAMES)
+    chosen = Options(**options)
+    given = {name: getattr(chosen, name) for name in ("layout", *ARRAY_OPTIONS)}
+    operands = adopt_all(q, k, v, **given, stand_ins=True)
+    where = _device(device, describe("q", operands.q).device)
+    return plan.plan_fp8(operands, chosen, recipe, where)
+
+
+def _device(asked: Device | str | None, of_arrays: str) -> Device:
+    if asked is None:
+        return of_array(of_arrays)
+    return named(asked) if isinstance(asked, str) else asked

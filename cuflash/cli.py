@@ -14,7 +14,7 @@ from . import check, cli_fp8, cli_kernels
 from .api import explain
 from .arrays import ArrayInfo
 from .cli_shared import add_command, as_json, list_examples, words
-from .dispatch import KERNELS, PREFERENCE
+from .dispatch import AUTO, KERNELS, PREFERENCE
 from .environment import VARIABLES, info
 from .plan import format_bytes
 from .traffic import io_bytes
@@ -79,6 +79,7 @@ def _add_explain(commands: Any) -> None:
         "which family runs a problem, how and why, without running it",
         "cuflash explain --shape 2,8,4096,64 --causal --backward",
         "cuflash explain --shape 1,32,1,128 --kv-heads 8 --kv-len 65536 --device sm_90",
+        "cuflash explain --shape 1,32,8192,128 --causal --recipe f8 --device 9.0",
         "cuflash explain --shape 4096,64 --window 256,0 --kernel standard --device 8.0 --json",
     )
     command.add_argument(
@@ -98,6 +99,7 @@ def _add_explain(commands: Any) -> None:
     command.add_argument("--scale", type=float, metavar="X")
     command.add_argument("--return-lse", action="store_true")
     command.add_argument("--backward", action="store_true", help="of the gradients instead")
+    command.add_argument("--recipe", metavar="NAME", help="of 8 bits, such as f8, instead")
     command.add_argument("--kernel", choices=KERNELS, default="auto")
     command.add_argument(
         "--device",
@@ -143,14 +145,17 @@ def _explain(options: argparse.Namespace) -> int:
     names = ["layout", "causal", "causal_align", "window", "softcap", "scale", "kernel", "backward"]
     if options.return_lse:  # not an option of the backward pass, which says so
         names.append("return_lse")
+    if options.recipe is not None and options.kernel == AUTO:
+        names.remove("kernel")  # which attention_fp8 does not take
     plan = explain(
         ArrayInfo(shape, options.dtype, place),
         ArrayInfo(tuple(kv), options.dtype, place),
         ArrayInfo((*kv[:-1], dim_v), options.dtype, place),
         device=device,
+        recipe=options.recipe,
         **{name: getattr(options, name) for name in names},
     )
-    if options.backward:
+    if options.backward or options.recipe is not None:
         print(as_json(plan.to_dict()) if options.json else plan)
         return 0
     spec = plan.spec

@@ -61,7 +61,7 @@ def reasons_against(name: str, spec: AttentionSpec, device: Device) -> list[str]
         return [*_BACKWARD_NOT_BUILT[name](spec, device), "no backward pass in this version"]
     if name in families.BUILT:
         return families.load(name).supports(spec, device)
-    return [*_NOT_BUILT[name](spec, device), "not part of this version"]
+    return [*_IN_8_BITS(spec, device), "in 8 bits, which attention_fp8 asks for"]
 
 
 def _needs(
@@ -83,11 +83,9 @@ def _needs(
 
 Rule = Callable[[AttentionSpec, Device], list[str]]
 
-# What is settled already about families that this version does not carry; each rule moves to its
-# family's module.
-_NOT_BUILT: dict[str, Rule] = {
-    "sm90_fp8": _needs("9.0", lambda cc: cc == (9, 0), ("float8_e4m3",)),
-}
+_IN_8_BITS = _needs("9.0", lambda cc: cc == (9, 0), ("float16", "bfloat16"))
+# What is settled already about backward passes that this version does not carry; each rule moves to
+# its family's module.
 _BACKWARD_NOT_BUILT: dict[str, Rule] = {
     "sm90": _needs("9.0", lambda cc: cc == (9, 0), ("float16", "bfloat16")),
     "sm80": _needs("8.0 or newer", lambda cc: cc >= (8, 0), ("float16", "bfloat16")),

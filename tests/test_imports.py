@@ -34,7 +34,7 @@ LAYERS = (
     ("families.reference", "families.sm80", "families.sm90", "families.standard"),
     ("families.backward", "families.backward.reference", "families.backward.standard"),
     ("families.sm90_fp8",),
-    ("fp8.gpu_tensors",),
+    ("fp8.gpu_tensors", "fp8.plan"),
     ("fp8.gpu",),
     ("fp8.quantize",),
     ("fp8.attention",),

@@ -14,6 +14,7 @@ from typing import Any
 from ..fp8.emulate import REFERENCE_KEYS
 from ..fp8.gpu_quantizer import Codes, Shapes
 from ..fp8.recipe import Fp8Recipe
+from ..plan import Launch, Tiling
 from ..runtime import module, tensormap, tickets
 from ..runtime.device import Device
 from ..runtime.launch import launcher
@@ -178,6 +179,22 @@ def specialisation(variant: Variant) -> Specialisation:
     return Specialisation("sm90/forward.cu", name, config, exact_arch=True)
 
 
+def plan(spec: AttentionSpec, recipe: Fp8Recipe, device: Device) -> Tiling:
+    """How the kernel cuts a problem that it takes. The workspace is codes and scales."""
+    variant = Variant.of(spec, recipe)
+    tile = variant.tile
+    cut = Cut.of(spec, tile.groups, variant.bounded)
+    launch = Launch(
+        specialisation(variant),
+        blocks=min(device.sm_count or _SMS, cut.tickets),
+        threads=128 * (tile.groups + 1),
+        shared_memory=variant.shared_memory,
+    )
+    note = f"{tile.groups} warpgroups" + (", work by tickets" if variant.bounded else "")
+    workspace = Shapes.of(spec, variant.head_dim).places["end"]
+    return Tiling(tile.groups * cut.rows, REFERENCE_KEYS, cut.pack, workspace, note, launch)
+
+
 def prepare(
     spec: AttentionSpec, recipe: Fp8Recipe, device: Device
 ) -> Callable[[Codes, int, int, int, int], None]:
@@ -185,17 +202,17 @@ def prepare(
     kv_lens, or 0.
     """
     variant = Variant.of(spec, recipe)
-    tile = variant.tile
-    cut = Cut.of(spec, tile.groups, variant.bounded)
+    launch = plan(spec, recipe, device).launch
+    assert launch is not None
+    cut = Cut.of(spec, variant.tile.groups, variant.bounded)
     shapes = Shapes.of(spec, variant.head_dim)
     arguments = arguments_of(spec, cut, 1)
     arguments["key_blocks"] = shapes.key_blocks
     arguments["factor"] = max(spec.scale * math.log2(math.e), 1e-10)
-    module_ = specialisation(variant)
-    kernel = module.load(module_, device).function(module_.name)
+    kernel = module.load(launch.module, device).function(launch.module.name)
     queue = launcher(
-        kernel, min(device.sm_count or _SMS, cut.tickets), 128 * (tile.groups + 1),
-        variant.shared_memory, CHANGING_WITH_SCALES, arguments.tobytes(), early=True,
+        kernel, launch.blocks, launch.threads, launch.shared_memory, CHANGING_WITH_SCALES,
+        arguments.tobytes(), early=True,
     )  # fmt: skip
     layouts = _layouts(spec, variant, cut, shapes)
     counters = tickets.counters(device.index) if variant.bounded else None

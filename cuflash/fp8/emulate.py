@@ -31,7 +31,7 @@ _OCTAVES_BELOW = 20.0
 # How far a score may be above a lagging reference, in octaves. Relative to the largest weight:
 # what a quarter of a tile's weights may sum to, and below what they are subnormal.
 _ABOVE, _MOST, _LEAST = 6.0, 450 / 448, 0.25 / 448
-_BLOCK_ROWS = 1024  # one tile of scores is a quarter of a MiB
+BLOCK_ROWS = 1024  # one tile of scores is a quarter of a MiB
 
 
 def attend(
@@ -53,7 +53,7 @@ def attend(
                 lse[b, :, q_len:] = -np.inf
             for head in range(spec.kv_heads):
                 keys = _Keys(spec, tensors, b, head, kv_len)
-                rows = max(1, _BLOCK_ROWS // spec.group)
+                rows = max(1, BLOCK_ROWS // spec.group)
                 for first in range(0, q_len, rows):
                     last = min(first + rows, q_len)
                     block = _Block(spec, tensors, keys, mask, first, last, q_len)
