@@ -36,7 +36,7 @@ def add_warmup(commands: Any) -> None:
     )
     command.add_argument(
         "--family",
-        type=words(families.BUILT),
+        type=words((*families.BUILT, *families.IN_8_BITS)),
         default=(),
         metavar="NAME[,NAME]",
         help="default: all",

@@ -81,7 +81,7 @@ def info() -> Info:
         cuda="none" if missing else _cuda_versions(),
         gpu_missing=missing,
         devices=(CPU, *gpus),
-        families=tuple(name for name in PREFERENCE if name in families.BUILT),
+        families=tuple(n for n in PREFERENCE if n in (*families.BUILT, *families.IN_8_BITS)),
         cuda_source=str(source.root()),
         cache_folder=str(cached.folder),
         cache_modules=cached.entries,

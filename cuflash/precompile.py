@@ -110,7 +110,8 @@ def list_modules(
     dtypes: Sequence[str] = (),
 ) -> list[Module]:
     """Every module that a family may load on these devices, each once; an empty choice is all."""
-    names = [one_of("family", name, families.BUILT) for name in family_names or families.BUILT]
+    known = (*families.BUILT, *families.IN_8_BITS)
+    names = [one_of("family", name, known) for name in family_names or known]
     for dim in head_dims:
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise ValueError(f"head_dim: got {dim}; expected 1 to {MAX_HEAD_DIM}")
@@ -132,6 +133,9 @@ def _of_family(
 ) -> Iterator[Specialisation]:
     """What a family may compile for a device: of those problems that it would take there."""
     family = families.load(name)
+    if name in families.IN_8_BITS:
+        yield from family.specialisations(device, dims, dtypes)
+        return
     for dtype in dtypes:
         taken = []
         for dim in dims:

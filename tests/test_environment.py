@@ -25,8 +25,8 @@ def test_info_names_versions_devices_and_families() -> None:
     assert cpu == device.CPU
     assert bool(gpus) != bool(found.gpu_missing)
     assert all(gpu.compute_capability and gpu.sm_count and gpu.memory for gpu in gpus)
-    assert set(found.families) == set(families.BUILT)
-    assert list(found.families) == [f for f in dispatch.PREFERENCE if f in families.BUILT]
+    assert set(found.families) == {*families.BUILT, *families.IN_8_BITS}
+    assert list(found.families) == [f for f in dispatch.PREFERENCE if f in found.families]
     assert (Path(found.cuda_source) / "standard" / "softmax.cu").is_file()
 
 

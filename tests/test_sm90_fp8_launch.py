@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from struct import Struct
 from types import SimpleNamespace
@@ -10,15 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuflash import ArrayInfo
+from cuflash import ArrayInfo, precompile
 from cuflash.families import sm90, sm90_fp8
 from cuflash.families.sm90_fp8 import Variant
-from cuflash.fp8 import PRESETS, Fp8Recipe
+from cuflash.fp8 import PRESETS, Fp8Recipe, gpu_quantizer
 from cuflash.fp8.emulate import REFERENCE_KEYS as KEYS
 from cuflash.fp8.gpu_quantizer import Codes
 from cuflash.fp8.inputs import checked_spec
+from cuflash.fp8.rotation import rotation_of
 from cuflash.operands import adopt_all
 from cuflash.runtime.device import named
+from cuflash.runtime.specialisation import Specialisation
 from cuflash.runtime.tensormap import Layout
 from cuflash.spec import AttentionSpec, Options
 
@@ -150,3 +153,29 @@ def test_what_it_does_not_take(changes: dict[str, Any], reason: str) -> None:
     assert "needs compute capability 9.0, not 8.0" in sm90_fp8.reasons_against(
         spec_of(), PRESETS["f8"], older
     )
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 24])
+def test_what_is_compiled_ahead_is_what_calls_of_presets_load(dim: int) -> None:
+    known = set(sm90_fp8.specialisations(HOPPER, [dim, 33], ["float16", "float32"]))
+    asked: set[Specialisation] = set()
+    for name, lens in itertools.product(("f8", "i8", "f8+", "i8+"), (None, [10, 20])):
+        recipe = PRESETS[name]
+        mixed = rotation_of(recipe, dim, 2).block
+        bucket = sm90_fp8.bucket_of(dim)
+        asked.add(gpu_quantizer.specialisation(bucket, "float16", recipe.qk_dtype, mixed))
+        for masks in ({}, {"causal": True}, {"window": (30, 4)}):
+            spec = spec_of(dim, kv_lens=None if lens is None else np.array(lens), **masks)
+            asked.add(sm90_fp8.specialisation(Variant.of(spec, recipe)))
+    assert known == asked
+    assert not sm90_fp8.specialisations(named("8.0"), [dim], ["float16"])
+
+
+def test_warmup_has_them() -> None:
+    modules = precompile.list_modules([HOPPER], ["sm90_fp8"], [128], ["bfloat16"])
+    assert {module.arch for module in modules} == {"sm_90a"}
+    expected = set(sm90_fp8.specialisations(HOPPER, [128], ["bfloat16"]))
+    assert {module.specialisation for module in modules} == expected
+    everything = precompile.list_modules([HOPPER], (), [128], ["bfloat16"])
+    assert set(modules) < set(everything)
+    assert not precompile.list_modules([named("8.0")], ["sm90_fp8"])

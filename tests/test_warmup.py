@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("folder")
 def fake(monkeypatch: Patch) -> FakeCompiler:
     monkeypatch.setattr(compiler, "supported_architectures", lambda: (75, 80, 86, 90, 100))
     monkeypatch.setattr(families, "BUILT", ("standard", "reference"))
+    monkeypatch.setattr(families, "IN_8_BITS", ())
     return FakeCompiler(monkeypatch)
 
 

@@ -48,6 +48,7 @@ class Family(Pass, Protocol):
 
 
 BUILT = ("sm90", "sm80", "standard", "reference")
+IN_8_BITS = ("sm90_fp8",)  # which `attention_fp8` has, and not `attention`
 BACKWARD_BUILT = ("standard", "reference")
 
 

@@ -6,14 +6,17 @@ them.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..fp8 import gpu_quantizer
 from ..fp8.emulate import REFERENCE_KEYS
 from ..fp8.gpu_quantizer import Codes, Shapes
-from ..fp8.recipe import Fp8Recipe
+from ..fp8.recipe import PRESETS, Fp8Recipe
+from ..fp8.rotation import rotation_of
 from ..plan import Launch, Tiling
 from ..runtime import module, tensormap, tickets
 from ..runtime.device import Device
@@ -72,6 +75,15 @@ def reasons_against(spec: AttentionSpec, recipe: Fp8Recipe, device: Device) -> l
         )
     if spec.kv_len == 0:
         reasons.append("needs keys")
+    reasons += _reasons_against_recipe(recipe)
+    for name in ("q", "k", "v", "out"):
+        place = getattr(spec, name)
+        if not place.aligned or place.strides[3] != 1 or any(n % 8 for n in place.strides[:3]):
+            reasons.append(f"{name}: needs rows that start at multiples of 16 bytes")
+    return reasons
+
+
+def _reasons_against_recipe(recipe: Fp8Recipe) -> list[str]:
     taken: dict[str, tuple[Any, ...]] = {
         "q_block": ("token", 64, 128),
         "k_block": ("columns", 64, 128),
@@ -79,7 +91,7 @@ def reasons_against(spec: AttentionSpec, recipe: Fp8Recipe, device: Device) -> l
         "p_scale": (448.0,),
         "reference": _REFERENCES,
     }
-    reasons += [
+    reasons = [
         f"takes {name} {' or '.join(map(str, values))}, not {getattr(recipe, name)}"
         for name, values in taken.items()
         if getattr(recipe, name) not in values
@@ -88,10 +100,6 @@ def reasons_against(spec: AttentionSpec, recipe: Fp8Recipe, device: Device) -> l
         recipe.rotation == "orthogonal"
     ):
         reasons.append("takes no rotation or a Hadamard one, no matrix")
-    for name in ("q", "k", "v", "out"):
-        place = getattr(spec, name)
-        if not place.aligned or place.strides[3] != 1 or any(n % 8 for n in place.strides[:3]):
-            reasons.append(f"{name}: needs rows that start at multiples of 16 bytes")
     return reasons
 
 
@@ -177,6 +185,29 @@ def specialisation(variant: Variant) -> Specialisation:
         ("shared_memory", variant.shared_memory),
     )
     return Specialisation("sm90/forward.cu", name, config, exact_arch=True)
+
+
+def specialisations(
+    device: Device, head_dims: Sequence[int], dtypes: Sequence[str]
+) -> list[Specialisation]:
+    """What calls with a preset's recipe may load: to quantise, and to attend."""
+    if device.compute_capability != (9, 0):
+        return []
+    found: dict[Specialisation, None] = {}
+    for recipe in PRESETS.values():
+        if _reasons_against_recipe(recipe):
+            continue
+        for dim, dtype in itertools.product(head_dims, dtypes):
+            if dim % 8 or dtype not in fused.ELEMENT:
+                continue
+            bucket, mixed = bucket_of(dim), rotation_of(recipe, dim, 1).block
+            found[gpu_quantizer.specialisation(bucket, dtype, recipe.qk_dtype, mixed)] = None
+            of_recipe = bucket, recipe.qk_dtype, recipe.reference, dtype
+            for bounded, left in ((False, False), (True, False), (True, True)):
+                for lengths in (False, True):
+                    variant = Variant(*of_recipe, bounded, left, lengths, recipe.first_tile_16bit)
+                    found[specialisation(variant)] = None
+    return list(found)
 
 
 def plan(spec: AttentionSpec, recipe: Fp8Recipe, device: Device) -> Tiling:
