@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from typing import Any
 
 from . import families
@@ -11,12 +9,9 @@ from .arrays import fill_zero
 from .dispatch import choose
 from .kinds import Kind, keep
 from .operands import Operands, adopt_backward, spec_of
-from .plan import Plan
+from .plan import log_once
 from .runtime.device import activate
 from .spec import Options
-
-_log = logging.getLogger("cuflash")
-_logged: set[Plan] = set()
 
 
 class Call(Kind):
@@ -70,7 +65,7 @@ def add(
     """Check, plan and prepare a first call with a key. `options` are those that are no arrays."""
     call = kind(operands, options)
     call.check(operands)
-    _log_once(call.plan)
+    log_once(call.plan)
     call.prepare()
     keep(key, call, options)
     return call
@@ -80,14 +75,3 @@ def _zero_gradients(operands: Any) -> None:
     """Runs a backward pass without a row of `dout`."""
     for name in operands.DESTINATIONS:
         fill_zero(getattr(operands, name))
-
-
-def _log_once(plan: Plan) -> None:
-    """With CUFLASH_LOG=1 in the environment, log each plan the first time it is used."""
-    if os.environ.get("CUFLASH_LOG", "0") in ("", "0") or plan in _logged:
-        return
-    _logged.add(plan)
-    if not _log.handlers and not logging.getLogger().handlers:
-        _log.addHandler(logging.StreamHandler())
-    _log.setLevel(logging.INFO)
-    _log.info("%s", plan)

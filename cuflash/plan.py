@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,9 @@ from .runtime.ptxas import Resources
 from .runtime.specialisation import Specialisation
 from .spec import AttentionSpec
 from .traffic import backward_bytes, tiled_bytes
+
+_log = logging.getLogger("cuflash")
+_logged: set[Plan] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +167,19 @@ def format_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count} B"
+
+
+def is_logging() -> bool:
+    """Whether plans are to be logged: with CUFLASH_LOG=1 in the environment."""
+    return os.environ.get("CUFLASH_LOG", "0") not in ("", "0")
+
+
+def log_once(plan: Plan) -> None:
+    """Log a plan the first time it is used, where plans are to be logged."""
+    if not is_logging() or plan in _logged:
+        return
+    _logged.add(plan)
+    if not _log.handlers and not logging.getLogger().handlers:
+        _log.addHandler(logging.StreamHandler())
+    _log.setLevel(logging.INFO)
+    _log.info("%s", plan)

@@ -18,7 +18,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import ArrayInfo, Plan, calls, dispatch, families, kinds
+from cuflash import ArrayInfo, Plan, dispatch, families, kinds, plan
 from cuflash.families import standard
 from cuflash.runtime import device as devices
 from cuflash.runtime.device import Device, named
@@ -341,7 +341,7 @@ def test_without_a_gpu_its_arrays_need_a_device_by_name(monkeypatch: pytest.Monk
 def test_each_plan_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "_logged", set())
+    monkeypatch.setattr(plan, "_logged", set())
     q = np.ones((3, 8), np.float32)
     for value, times, expected in (("", 1, 0), ("0", 1, 0), ("1", 3, 1), ("1", 1, 1)):
         monkeypatch.setenv("CUFLASH_LOG", value)

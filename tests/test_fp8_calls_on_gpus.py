@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuflash import kinds
+from cuflash import explain, kinds, plan
 from cuflash.families import sm90, sm90_fp8
 from cuflash.fp8 import attention_fp8, attention_quantized, gpu, gpu_quantizer, quantize_fp8
 from cuflash.runtime import device as devices
@@ -124,7 +124,8 @@ def test_a_second_call_of_a_kind_is_not_described_again(
 ) -> None:
     for call in (attention_fp8, quantize_fp8):
         call(*hopper.arrays())
-    monkeypatch.setattr(gpu, "checked_spec", lambda *_: pytest.fail("it was checked again"))
+    for name in ("checked_spec", "plan_fp8"):
+        monkeypatch.setattr(gpu, name, lambda *_: pytest.fail("it was checked again"))
     before = len(hopper.launches)
     for call in (attention_fp8, quantize_fp8, attention_fp8):
         call(*hopper.arrays())
@@ -197,3 +198,20 @@ def test_an_output_in_used_lengths_is_refused(hopper: Gpu) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^out: shares memory with kv_lens"):
             attention_quantized(tensors, out=out)
+
+
+def test_the_plan_of_a_kind_is_logged(
+    hopper: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plan, "_logged", set())
+    monkeypatch.setenv("CUFLASH_LOG", "1")
+    arrays = hopper.arrays()
+    for _ in range(2):
+        attention_fp8(*arrays, causal=True)
+    (record,) = caplog.records
+    assert record.getMessage() == str(explain(*arrays, causal=True, recipe="f8"))
+    small = np.zeros((3, 8, 16), np.float16)
+    for _ in range(2):
+        attention_fp8(small, small, small)
+    assert caplog.records[1].getMessage() == str(explain(small, small, small, recipe="f8"))
+    assert len(caplog.records) == 2

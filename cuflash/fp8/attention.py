@@ -10,6 +10,8 @@ import numpy as np
 
 from ..arrays import CPU, ArrayInfo
 from ..operands import Operands, adopt_all, bhsd_view
+from ..plan import is_logging, log_once
+from ..runtime.device import CPU as CPU_DEVICE
 from ..spec import AttentionSpec, Options
 from ..validate import one_of
 from .emulate import attend
@@ -105,6 +107,10 @@ def attention_fp8(
         return (found, operands.lse) if return_lse else found
     spec = checked_spec(operands, options)
     check_out(operands)
+    if is_logging():
+        from .plan import plan_fp8
+
+        log_once(plan_fp8(operands, options, chosen, CPU_DEVICE))
     if spec.softcap is not None:
         chosen = dataclasses.replace(chosen, center_k=False)
     return _attend(spec, quantize_operands(operands, chosen), operands, out)

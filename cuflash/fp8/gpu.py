@@ -14,14 +14,16 @@ from typing import Any
 import numpy as np
 
 from .. import kinds
-from ..arrays import ArrayInfo, adopt, fingerprint, lengths_on_device
+from ..arrays import ArrayInfo, adopt, describe, fingerprint, lengths_on_device
 from ..families import sm90_fp8
 from ..operands import Operands, adopt_all
+from ..plan import log_once
 from ..runtime.device import Device, activate, of_array
 from ..spec import AttentionSpec, Options
 from . import gpu_quantizer
 from .gpu_tensors import GpuFp8Tensors
 from .inputs import check_out, check_softcap, checked_spec
+from .plan import plan_fp8
 from .recipe import Fp8Recipe
 
 
@@ -77,10 +79,11 @@ class _Attention(kinds.Kind):
     """Calls of `attention_fp8` of one kind."""
 
     def __init__(self, operands: Operands, options: Options, recipe: Fp8Recipe) -> None:
-        spec = checked_spec(operands, options)
+        plan = plan_fp8(operands, options, recipe, of_array(describe("q", operands.q).device))
+        spec = plan.spec
         super().__init__(operands, spec)
-        _taken("attention_fp8", spec, recipe)
         self.check(operands)
+        log_once(plan)
         if spec.is_empty:
             return
         with activate(self.device):
