@@ -89,6 +89,5 @@ _NOT_BUILT: dict[str, Rule] = {
     "sm90_fp8": _needs("9.0", lambda cc: cc == (9, 0), ("float8_e4m3",)),
 }
 _BACKWARD_NOT_BUILT: dict[str, Rule] = {
-    "sm90": _needs("9.0", lambda cc: cc == (9, 0), ("float16", "bfloat16")),
     "sm80": _needs("8.0 or newer", lambda cc: cc >= (8, 0), ("float16", "bfloat16")),
 }

@@ -19,7 +19,7 @@ struct Config {
     static constexpr int Q_STAGES = CONFIG_Q_STAGES;    // tiles of Q in flight
     static constexpr int O_STAGES = CONFIG_O_STAGES;    // of dO
     static constexpr int DQ_STAGES = CONFIG_DQ_STAGES;  // of a warpgroup's share of dQ
-    static constexpr int DQ_CHUNKS = CONFIG_DQ_CHUNKS;  // in which it is handed on
+    static constexpr int DQ_CHUNKS = CONFIG_DQ_CHUNKS;  // in which it is multiplied and handed on
     static constexpr Share SHARE = CONFIG_SHARE;        // of dQ
     static constexpr bool BOUNDED = CONFIG_BOUNDED;     // causal or window
     static constexpr bool LEFT = CONFIG_LEFT;           // a window with a left bound
@@ -30,7 +30,8 @@ struct Config {
     static constexpr int THREADS = 128 * (GROUPS + 1);
     // Shared memory holds panels of so many columns: 64, or 32 where a share of dQ has no whole number of those.
     static constexpr int PANEL = CONFIG_PANEL, ROW = 2 * PANEL;
-    static constexpr int DQ_ROWS = SHARE == LINES ? BM / GROUPS : BM, DQ_COLUMNS = SHARE == COLUMNS ? D / GROUPS : D;
+    static constexpr int DQ_ROWS = SHARE == LINES ? BM / GROUPS : BM, DQ_SHARE = SHARE == COLUMNS ? D / GROUPS : D;
+    static constexpr int DQ_COLUMNS = DQ_SHARE / DQ_CHUNKS;
     static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 };
 static_assert(Config::GROUPS == 2, "as many as registers allow");
@@ -71,7 +72,7 @@ struct Shared {
     static constexpr u32 K = Config::BN * Config::D * 2, V = Config::BN * Config::DV * 2;
     static constexpr u32 Q = Config::BM * Config::D * 2, O = Config::BM * Config::DV * 2;  // a stage of Q, of dO
     static constexpr u32 SCORES = Config::BM * Config::BN * 2;                             // a stage of dS
-    static constexpr u32 DQ = Config::DQ_ROWS * Config::DQ_COLUMNS * 4 / Config::DQ_CHUNKS;  // a stage of a warpgroup
+    static constexpr u32 DQ = Config::DQ_ROWS * Config::DQ_COLUMNS * 4;                    // a stage of a warpgroup
     static constexpr u32 STATS = Config::BM * 4;
     static constexpr u32 k = 0, v = k + K, q = v + V, o = q + Config::Q_STAGES * Q, scores = o + Config::O_STAGES * O;
     static constexpr u32 weights = scores + 2 * SCORES;  // PARTED: P in float32, for the warpgroup that has dK

@@ -11,7 +11,7 @@ typedef float Scores[Config::BM / 2];   // (keys, queries), and their gradients
 typedef u32 Weights[Config::BM / 4];    // the same as a product takes them
 typedef float KeySums[Config::D / 2];   // dK
 typedef float ValueSums[Config::DV / 2];
-typedef float QuerySums[Config::DQ_COLUMNS / 2];  // a share of a tile of dQ
+typedef float QuerySums[Config::DQ_COLUMNS / 2];  // what a warpgroup multiplies of a tile of dQ at a time
 
 // scores = a bᵀ over WIDTH columns: a has BN rows, of which `a` is at the first of the warpgroup's; b has those of queries.
 template <int WIDTH>

@@ -80,10 +80,10 @@ __device__ __forceinline__ void finish_rows(const Arguments& a) {
 #pragma unroll 8
     for (int i = threadIdx.x; i < Config::BM * Config::D / 4; i += ROWS_THREADS) {
         const float4 sum = sums[i];
-        constexpr int OF_SHARE = Config::DQ_ROWS * Config::DQ_COLUMNS / 4;
+        constexpr int OF_SHARE = Config::DQ_ROWS * Config::DQ_SHARE / 4;
         const int share = i / OF_SHARE, in_share = i % OF_SHARE, thread = in_share % 128;
         const int row = (Config::SHARE == LINES ? 64 * share : 0) + thread / 32 * 16 + thread % 32 / 4;
-        const int column = (Config::SHARE == COLUMNS ? Config::DQ_COLUMNS * share : 0) + in_share / 128 * 8 + thread % 4 * 2;
+        const int column = (Config::SHARE == COLUMNS ? Config::DQ_SHARE * share : 0) + in_share / 128 * 8 + thread % 4 * 2;
         u16* to = rounded + row * WIDTH + column;
         *reinterpret_cast<u32*>(to) = pack(sum.x * a.scale, sum.y * a.scale, Config::Element());
         *reinterpret_cast<u32*>(to + 8 * WIDTH) = pack(sum.z * a.scale, sum.w * a.scale, Config::Element());

@@ -41,6 +41,19 @@ struct Consumer : Warpgroup {
         announce(WEIGHTS, THREADS);
     }
 
+    // All chunks of a share of dQ but the last are fenced and announced at once.
+    __device__ __forceinline__ void begin_chunk(QuerySums& dq, int chunk) const {
+        begin_products();
+        multiply_by_keys(dq, scores_words(), k_columns(chunk));
+        commit_products();
+    }
+    __device__ __forceinline__ void hand_over_chunk(const QuerySums& dq, int chunk) {
+        hand_over_dq(dq);
+        if (chunk == Config::DQ_CHUNKS - 1) return;
+        fence_async();
+        announce_dq();
+    }
+
     template <bool HIDDEN>
     __device__ __forceinline__ void step_of_values(const Sight& sight, int tile, ValueSums& dv) {
         Weights weights;
@@ -51,13 +64,16 @@ struct Consumer : Warpgroup {
         multiply_by_queries(dv, weights, o_columns());
         commit_products();
         meet(SCORES, THREADS);
-        begin_products();
-        multiply_by_keys(dq, scores_words(), k_columns());
-        commit_products();
-        wait_products<1>();
-        release(o_empty());
-        wait_products<0>();
-        hand_over_dq(dq);
+#pragma unroll
+        for (int chunk = 0; chunk < Config::DQ_CHUNKS; ++chunk) {
+            begin_chunk(dq, chunk);
+            if (chunk == 0) {
+                wait_products<1>();
+                release(o_empty());
+            }
+            wait_products<0>();
+            hand_over_chunk(dq, chunk);
+        }
         next_tile();
     }
 
@@ -90,14 +106,18 @@ struct Consumer : Warpgroup {
         QuerySums dq;
         publish_score_gradients(score_gradients);
         barrier_wait(q_full(), q_place.parity);
-        begin_products();
-        multiply_by_keys(dq, scores_words(), k_columns());
-        commit_products();
+        begin_chunk(dq, 0);
         begin_products();
         multiply_by_queries(dk, score_gradients, q_columns());
         commit_products();
         wait_products<1>();
-        hand_over_dq(dq);
+        hand_over_chunk(dq, 0);
+#pragma unroll
+        for (int chunk = 1; chunk < Config::DQ_CHUNKS; ++chunk) {
+            begin_chunk(dq, chunk);
+            wait_products<0>();
+            hand_over_chunk(dq, chunk);
+        }
         wait_products<0>();
         release(q_empty());
         next_tile();

@@ -67,9 +67,9 @@ struct Warpgroup {
     // Of operands that lie transposed: panels follow each other.
     __device__ __forceinline__ u32 q_columns() const { return low_word(q_tile(), Config::BM * Config::ROW); }
     __device__ __forceinline__ u32 o_columns() const { return low_word(o_tile(), Config::BM * Config::ROW); }
-    __device__ __forceinline__ u32 k_columns() const {
-        const int panel = Config::SHARE == COLUMNS ? group * (Config::DQ_COLUMNS / Config::PANEL) : 0;
-        return low_word(base + Shared::k + panel * Config::BN * Config::ROW, Config::BN * Config::ROW);
+    __device__ __forceinline__ u32 k_columns(int chunk = 0) const {
+        const int column = (Config::SHARE == COLUMNS ? group * Config::DQ_SHARE : 0) + chunk * Config::DQ_COLUMNS;
+        return low_word(base + Shared::k + column / Config::PANEL * Config::BN * Config::ROW, Config::BN * Config::ROW);
     }
     __device__ __forceinline__ u32 scores() const { return base + Shared::scores + q_place.slot % 2 * Shared::SCORES; }
     __device__ __forceinline__ u32 scores_words() const {
@@ -97,21 +97,13 @@ struct Warpgroup {
         if (unannounced) dq_place.next();
         unannounced = false;
     }
-    // By CHUNKS, of which all but the last are fenced and announced here.
     __device__ __forceinline__ void hand_over_dq(const QuerySums& sums) {
-        constexpr int COUNT = Config::DQ_COLUMNS / 2 / Config::DQ_CHUNKS;
+        barrier_wait(base + Shared::dq_empty + 8 * dq_buffer(), dq_place.parity);
+        const u32 at = base + Shared::dq + dq_buffer() * Shared::DQ + thread_index() % 128 * 16;
 #pragma unroll
-        for (int first = 0; first < Config::DQ_COLUMNS / 2; first += COUNT) {
-            barrier_wait(base + Shared::dq_empty + 8 * dq_buffer(), dq_place.parity);
-            const u32 at = base + Shared::dq + dq_buffer() * Shared::DQ + thread_index() % 128 * 16;
-#pragma unroll
-            for (int i = 0; i < COUNT; i += 4)
-                store_floats(at + i * 512, sums[first + i], sums[first + i + 1], sums[first + i + 2], sums[first + i + 3]);
-            unannounced = true;
-            if (first + COUNT == Config::DQ_COLUMNS / 2) continue;
-            fence_async();
-            announce_dq();
-        }
+        for (int i = 0; i < Config::DQ_COLUMNS / 2; i += 4)
+            store_floats(at + i * 512, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+        unannounced = true;
     }
 
     // Rows of a tile from one on become 0, by the threads of some warpgroups: a weight of 0 times what memory holds there
