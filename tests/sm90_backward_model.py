@@ -146,7 +146,9 @@ class Slot:
     readers: int = 0
 
     def write(self, what: object, readers: int) -> None:
-        assert self.readers == 0, f"{what} over {self.held}, which {self.readers} have still to read"
+        assert self.readers == 0, (
+            f"{what} over {self.held}, which {self.readers} have still to read"
+        )
         self.held, self.readers = what, readers
 
     def read(self, what: object) -> None:

@@ -1,5 +1,5 @@
-"""Where the backward kernel of sm90 finds its operands: addresses as its sources work them out, read
-as wgmma's descriptors are (PTX ISA, matrix descriptors and swizzling modes).
+"""Where the backward kernel of sm90 finds its operands: addresses as its sources work them out,
+read as wgmma's descriptors are (PTX ISA, matrix descriptors and swizzling modes).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TILES = [
 
 
 def swizzled(address: np.ndarray, row: int) -> np.ndarray:
-    """Where a byte of a panel with so many bytes a row lies: units of 16 change places in 8 rows."""
+    """Where a byte of a panel of so many bytes a row lies: units of 16 change places in 8 rows."""
     unit = address // 128 % (8 if row == 128 else 4)
     return address ^ (unit << 4)
 
@@ -40,7 +40,7 @@ class Memory:
 
     def load_box(self, at: int, matrix: np.ndarray, panel: int) -> None:
         """As a tensor copy does, panel after panel."""
-        rows, columns = matrix.shape
+        rows = len(matrix)
         r, c = np.indices(matrix.shape)
         address = at + c // panel * rows * 2 * panel + r * 2 * panel + c % panel * 2
         self.data[swizzled(address, 2 * panel) // 2] = matrix

@@ -25,7 +25,9 @@ def shapes() -> list[Shape]:
     ]
     rng = random.Random(0)
     lengths = [
-        Shape(q, k, 2, 4, left, right, top_left, used_q=rng.randint(0, q), used_kv=rng.randint(0, k))
+        Shape(
+            q, k, 2, 4, left, right, top_left, used_q=rng.randint(0, q), used_kv=rng.randint(0, k)
+        )
         for q, k in SMALL
         for left, right in WINDOWS
         for top_left in (False, True)
@@ -38,7 +40,7 @@ def test_tiles_and_turns_are_those_of_brute_force() -> None:
     last, and the tiles of keys that add to a tile of queries count up without a gap.
     """
     for shape in shapes():
-        q_len, kv_len = shape.lengths
+        q_len, _ = shape.lengths
         works = [find(shape, tile) for tile in range(shape.key_tiles)]
         for work in works:
             assert 0 <= work.begin <= work.clean_begin <= work.clean_end <= work.end

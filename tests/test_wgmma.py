@@ -48,5 +48,7 @@ def test_every_tile_of_the_backward_pass_finds_its_products() -> None:
         products = [*found.items(), *(("multiply_values", (n, "const u32 (&a)[4]")) for n in pair)]
         for name, (columns, operand) in products:
             for element in ("Float16", "Bfloat16"):
-                head = f"{name}(float (&sums)[{columns // 2}], {operand}, u64 b, bool add, {element})"
+                head = (
+                    f"{name}(float (&sums)[{columns // 2}], {operand}, u64 b, bool add, {element})"
+                )
                 assert head in text
