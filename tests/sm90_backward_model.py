@@ -240,7 +240,7 @@ class Block:
             ticket, k.tickets = k.tickets, k.tickets + 1
             if ticket >= shape.key_tiles * shape.heads:
                 break
-            if shape.bounded:
+            if shape.bounded or k.ordered:
                 tile, head = divmod(ticket, shape.heads)
             else:
                 head, tile = divmod(ticket, shape.key_tiles)

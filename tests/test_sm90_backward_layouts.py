@@ -187,3 +187,36 @@ def test_sums_of_keys_are_stored_where_boxes_are_taken(tile: Tile, pair: tuple[i
                     to = given[32 * warp + 8 * matrix + lane // 4] + 2 * (2 * (lane % 4) + half)
                     memory.data[to // 2] = x[32 * warp + lane, 8 * step + 2 * matrix + half]
     np.testing.assert_array_equal(memory.data, expected.data)
+
+
+FAR = 1 << 29  # no bound
+
+
+@pytest.mark.parametrize("tile", [Tile(64), Tile(128, lines=True), Tile(64, parted=True)], ids=str)
+def test_hidden_pairs_are_those_of_brute_force(tile: Tile) -> None:
+    """`Sight` and `Seen`, for each thread and element, in every tile that a warpgroup walks."""
+    line, column = held(np.arange(tile.q_rows // 2))
+    lane_column = 2 * (LANE[:, None] % 4)
+    for (q_len, kv_len), (left, right), top_left in itertools.product(
+        [(1, 1), (130, 70), (70, 261), (200, 200), (3, 257)],
+        [(FAR, FAR), (FAR, 0), (40, 3), (0, 0), (FAR, 65), (129, FAR)],
+        [False, True],
+    ):
+        diagonal = 0 if top_left else kv_len - q_len
+        bounded = (left, right) != (FAR, FAR)
+        for key_tile in range(-(-kv_len // tile.keys)):
+            for first in range(0, tile.keys, 64):
+                key = key_tile * tile.keys + first + line
+                centre = key - diagonal - lane_column
+                low = np.where(key >= kv_len, 1 << 30, centre - right if bounded else -(1 << 30))
+                high = centre + left
+                for q_tile in range(-(-q_len // tile.q_rows)):
+                    at = q_tile * tile.q_rows
+                    element = column - lane_column
+                    hidden = element < low - at
+                    if left != FAR:
+                        hidden |= element > high - at
+                    row = at + column
+                    seen = (key < kv_len) & (key <= row + diagonal + right)
+                    seen &= key >= row + diagonal - left
+                    np.testing.assert_array_equal(hidden, ~seen)

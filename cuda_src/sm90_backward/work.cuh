@@ -18,7 +18,9 @@ struct Work {
         const u32 of_section = a.section * a.key_tiles, section = ticket / of_section;
         const u32 in_section = ticket - section * of_section;
         u32 head;
-        if (Config::BOUNDED) {  // the first keys first: under a causal mask most rows see them
+        // Under a causal mask most rows see the first keys. Where tiles of keys add to dQ in turn, they had better begin one
+        // after the other, too.
+        if (Config::BOUNDED || Config::ORDERED) {
             const u32 heads = min(a.section, a.all_kv_heads - section * a.section);
             tile = in_section / heads;
             head = in_section - tile * heads;
