@@ -39,7 +39,9 @@ static_assert(Config::BN == (Config::PARTED ? 64 : 64 * Config::GROUPS), "lines 
 static_assert(Config::BM == 64 || Config::BM == 128, "columns of a product are queries");
 static_assert(Config::D % Config::PANEL == 0 && Config::DV % Config::PANEL == 0, "whole panels");
 static_assert(Config::Q_STAGES == 2, "a tile of dS has the slot of its Q");
-static_assert(Config::DQ_ROWS == 64 && Config::DQ_COLUMNS % Config::PANEL == 0 && (Config::PANEL == 64 || Config::PANEL == 32), "what one product makes");
+static_assert(Config::PANEL == 64 || Config::PANEL == 32, "what swizzles span");
+static_assert(Config::DQ_ROWS == 64 && Config::DQ_COLUMNS % Config::PANEL == 0, "what one product makes");
+static_assert(Config::PARTED || !Config::CAPPED, "the slope of tanh takes registers beside P and dP");
 
 struct __align__(64) Arguments {
     TensorMap q, k, v, dout, dk, dv;  // (columns, heads, rows, entries)

@@ -1,5 +1,5 @@
-// A warpgroup's walk where each has 64 keys of its own, and dK and dV of them (Dao, FlashAttention-2, 2023, algorithm 2; Shah et
-// al., FlashAttention-3, 2024, section 3.1).
+// A warpgroup's walk where each has 64 keys of its own, and dK and dV of them (Dao, FlashAttention-2, 2023, algorithm 2;
+// Shah et al., FlashAttention-3, 2024, section 3.1).
 #pragma once
 
 #include "sm90_backward/warpgroup.cuh"
@@ -32,9 +32,8 @@ struct Consumer : Warpgroup {
         announce_dq();
     }
 
-    // Row statistics are read ahead of products, which keep shared memory busy: EARLY ones, since registers lack where some of
-    // 128 queries are hidden.
-    // dP, and dV beside dS. P of scores that are capped is packed early: its registers have the slope in them.
+    // dS, with dV beside it. Row statistics are read ahead of products, which keep shared memory busy: EARLY ones, since
+    // registers lack where some of 128 queries are hidden.
     template <typename Hidden>
     __device__ __forceinline__ void weights_of(Hidden, const Sight& sight, int tile, ValueSums& dv, Weights& score_gradients) {
         Scores scores, gradients;
@@ -46,29 +45,19 @@ struct Consumer : Warpgroup {
         barrier_wait(o_full(), o_place().parity);
         load_row_stats<0, EARLY / 2>(stats, lse());
         begin_scores(scores);
-        if (Config::CAPPED) {
-            wait_products<0>();
-            weigh_capped<HIDDEN>(weights, scores, stats, Seen(sight, tile), a);
-            begin_weight_gradients(gradients);
-            begin_values(dv, weights);
-            load_row_stats<0, EARLY / 2>(stats, delta());
-            wait_products<1>();
-        } else {
-            begin_weight_gradients(gradients);
-            wait_products<1>();
-            const Seen seen(sight, tile);
-            weigh<HIDDEN, 0, EARLY>(scores, stats, seen, a);
-            load_row_stats<EARLY / 2, ALL / 2>(stats, lse());
-            weigh<HIDDEN, EARLY, ALL>(scores, stats, seen, a);
-            load_row_stats<0, EARLY / 2>(stats, delta());
-            wait_products<0>();
-        }
+        begin_weight_gradients(gradients);
+        wait_products<1>();
+        const Seen seen(sight, tile);
+        weigh<HIDDEN, 0, EARLY>(scores, stats, seen, a);
+        load_row_stats<EARLY / 2, ALL / 2>(stats, lse());
+        weigh<HIDDEN, EARLY, ALL>(scores, stats, seen, a);
+        load_row_stats<0, EARLY / 2>(stats, delta());
+        wait_products<0>();
         differentiate<0, EARLY>(gradients, scores, stats);
         load_row_stats<EARLY / 2, ALL / 2>(stats, delta());
         differentiate<EARLY, ALL>(gradients, scores, stats);
         pack_scores(score_gradients, gradients);
         publish(score_gradients);
-        if (Config::CAPPED) return;
         pack_scores(weights, scores);
         begin_values(dv, weights);
     }
