@@ -66,7 +66,8 @@ def attention_backward(
     kernel : str
         ``"auto"``, or the name of a family to insist on.
     deterministic : bool
-        Promise the same bits, run after run. The families of this version keep to it either way.
+        Promise the same bits, run after run. Only dq of family ``"sm90"`` depends on it,
+        to which tiles of keys add as they come otherwise.
     dq, dk, dv : array, optional
         Where to write the gradients: shaped like q, k and v, in their dtype, sharing no memory with
         any other array of the call.

@@ -87,6 +87,5 @@ _IN_8_BITS = _needs("9.0", lambda cc: cc == (9, 0), ("float16", "bfloat16"))
 # What is settled already about backward passes that this version does not carry; each rule moves to
 # its family's module.
 _BACKWARD_NOT_BUILT: dict[str, Rule] = {
-    "sm90": _needs("9.0", lambda cc: cc == (9, 0), ("float16", "bfloat16")),
     "sm80": _needs("8.0 or newer", lambda cc: cc >= (8, 0), ("float16", "bfloat16")),
 }

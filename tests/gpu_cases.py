@@ -23,6 +23,7 @@ from comparison import (
 
 import cuflash
 from cuflash.families import sm90_tiles
+from cuflash.families.backward import sm90_tiles as backward_tiles
 
 FLOATS = ("float16", "bfloat16", "float32")
 # Shape of a mask or bias over (batch, heads, q_len, kv_len): which axes it has in full, b1qk style.
@@ -223,6 +224,19 @@ def problems_of_sm90() -> list[Problem]:
                     ]
                 fewer = most
     return found
+
+
+def problems_of_sm90_backward() -> list[Problem]:
+    """Each row of the tile table of its backward pass in each way: all its kernels, with
+    `used_lengths` and without, deterministic and not.
+    """
+    ways = ("full", "softcap", "causal", "capped causal", "wide window", "capped wide window")
+    return [
+        Problem(dtype, q_len=300, kv_len=701, dim=dim, dim_v=dim_v, options=way)
+        for dim, dim_v in backward_tiles.PAIRS
+        for way in ways
+        for dtype in ("float16", "bfloat16")
+    ]
 
 
 def used_lengths(problem: Problem) -> dict[str, list[int]]:

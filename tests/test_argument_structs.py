@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 
 from cuflash.families import sm80, sm90, standard
+from cuflash.families.backward import sm90 as sm90_backward
 from cuflash.fp8 import gpu_quantizer
 from cuflash.runtime import source
 
-SIZES = {"i64": 8, "int": 4, "float": 4, "TensorMap": 128, "Input": 32}
+SIZES = {"i64": 8, "int": 4, "u32": 4, "float": 4, "TensorMap": 128, "Input": 32}
 ALIGNMENTS = {"TensorMap": 64, "Input": 8}  # where it is not the size
 STRUCTS = [
     pytest.param("standard/softmax.cu", "Chunk", standard._CHUNK, id="standard"),
     pytest.param("sm80/forward.cu", "Arguments", sm80._ARGUMENTS, id="sm80"),
     pytest.param("sm90/config.cuh", "Arguments", sm90.ARGUMENTS, id="sm90"),
+    pytest.param(
+        "sm90_backward/config.cuh", "Arguments", sm90_backward.ARGUMENTS, id="sm90 backward"
+    ),
     pytest.param("fp8/problem.cuh", "Arguments", gpu_quantizer.ARGUMENTS, id="quantize"),
 ]
 

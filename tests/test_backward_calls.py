@@ -375,7 +375,8 @@ def stand_in(dtype: str = "float16", place: str = "cuda:0") -> ArrayInfo:
         ("cpu", "float64", "reference"),
         ("7.5", "float16", "standard"),
         ("8.0", "bfloat16", "standard"),
-        ("9.0", "float16", "standard"),
+        ("9.0", "float16", "sm90"),
+        ("9.0", "float32", "standard"),
         ("12.0", "float32", "standard"),
     ],
 )
@@ -389,11 +390,11 @@ def test_the_plan_says_which_family_runs_and_why_not_others(
     before = dispatch.BACKWARD_PREFERENCE[: dispatch.BACKWARD_PREFERENCE.index(family)]
     assert tuple(refusal.family for refusal in plan.refused) == before
     for refusal in plan.refused:
-        is_fused = refusal.family in ("sm80", "sm90")
-        assert (refusal.reasons[-1] == "no backward pass in this version") == is_fused
-        if is_fused and device == "9.0":
+        unbuilt = refusal.family not in families.BACKWARD_BUILT
+        assert (refusal.reasons[-1] == "no backward pass in this version") == unbuilt
+        if unbuilt and device == "8.0":
             assert len(refusal.reasons) == 1, "nothing else is against it"
-        elif is_fused and device != "8.0":
+        elif unbuilt:
             assert len(refusal.reasons) > 1
     lines = str(plan).splitlines()
     assert lines[0].startswith(f"cuflash backward plan: {family} on ")
@@ -412,14 +413,18 @@ def test_a_forward_plan_has_no_gradients() -> None:
 
 @pytest.mark.parametrize("kernel", ["sm90", "sm80", "reference"])
 def test_a_family_that_is_asked_for_says_why_not(kernel: str) -> None:
-    q = stand_in()
+    q = stand_in("float16" if kernel != "sm90" else "float32")
     with pytest.raises(NotImplementedError) as caught:
         cuflash.explain(q, q, q, device="9.0", kernel=kernel, backward=True)
     message = str(caught.value)
     assert message.startswith(
         f"kernel={kernel!r}: no family takes the backward pass of this problem on sm_90"
     )
-    reason = "takes NumPy arrays only" if kernel == "reference" else "no backward pass in this"
+    reason = {
+        "sm90": "takes float16 and bfloat16, not float32",
+        "sm80": "no backward pass in this version",
+        "reference": "takes NumPy arrays only",
+    }[kernel]
     assert f"{kernel}: {reason}" in message
 
 

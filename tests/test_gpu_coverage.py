@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_cases import MORE_OPTIONS, OPTIONS, Problem, problems_of_sm90, used_lengths
+from gpu_cases import (
+    MORE_OPTIONS,
+    OPTIONS,
+    Problem,
+    problems_of_sm90,
+    problems_of_sm90_backward,
+    used_lengths,
+)
 
 import cuflash
 from cuflash import ArrayInfo, Plan, check
 from cuflash.families import sm90
+from cuflash.families.backward import sm90 as sm90_backward
 from cuflash.runtime.device import named
 
 
@@ -34,6 +42,26 @@ def test_every_kernel_of_sm90_has_a_gpu_test() -> None:
     assert sorted(module.name for module in listed - planned) == []
     assert sorted(module.name for module in planned - listed) == []
     assert len(listed) > 200
+
+
+def test_every_kernel_of_the_backward_pass_of_sm90_has_a_gpu_test() -> None:
+    problems = problems_of_sm90_backward()
+    plans = [
+        plan_of(p, **lens, deterministic=deterministic, backward=True)
+        for p in problems
+        for lens in ({}, used_lengths(p))
+        for deterministic in (False, True)
+    ]
+    planned = {plan.tiling.launch.module for plan in plans if plan.tiling.launch is not None}
+    dims = sorted({dim for p in problems for dim in (p.dim, p.dim_v)})
+    listed = set(sm90_backward.specialisations(named("9.0"), dims, ("float16", "bfloat16")))
+    assert planned == listed
+    assert len(listed) == 240
+    for plan in plans:
+        assert plan.spec.kv_len > 2 * plan.tiling.keys
+        assert plan.spec.q_len > 2 * plan.tiling.q_rows
+        assert plan.spec.kv_len % plan.tiling.keys
+        assert plan.spec.q_len % plan.tiling.q_rows
 
 
 def test_each_of_them_has_several_tiles_and_cut_ones() -> None:

@@ -29,10 +29,15 @@ LAYERS = (
     ("operands", "traffic", "merge", "fp8.recipe"),
     ("plan", "kinds", "reference_rows", "fp8.rotation", "fp8.scales", "fp8.inputs"),
     ("reference", "reference_backward", "fp8.tensors"),
-    ("families", "families.fused", "families.sm90_tiles"),  # the first loads others by name
+    ("families", "families.fused", "families.sm90_tiles", "families.backward.sm90_tiles"),
     ("fp8.emulate", "fp8.gpu_quantizer"),
     ("families.reference", "families.sm80", "families.sm90", "families.standard"),
-    ("families.backward", "families.backward.reference", "families.backward.standard"),
+    (
+        "families.backward",
+        "families.backward.reference",
+        "families.backward.sm90",
+        "families.backward.standard",
+    ),
     ("families.sm90_fp8",),
     ("fp8.gpu_tensors", "fp8.plan"),
     ("fp8.gpu",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +19,7 @@ from cuflash.runtime.ptxas import Resources
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 FEW = 20  # modules of a family, more of which would take minutes for all architectures
 TILE = ("keys", "groups", "cluster", "resident", "ping_pong")  # of the sm90 family
+BACKWARD_TILE = ("head_dim", "head_dim_v", "q_rows", "keys", "capped", "ordered", "lengths")
 COMPILED = {("standard", arch) for arch in ARCHITECTURES} | {("sm90", "sm_90")}
 
 
@@ -52,12 +54,19 @@ def traits(module: Module) -> set[Any]:
 
 def tile_and_scores(module: Module) -> tuple[Any, ...]:
     config = dict(module.specialisation.config)
-    return tuple(config.get(key) for key in (*TILE, "scores"))
+    keys = (*TILE, "scores") if "scores" in config else BACKWARD_TILE
+    return tuple(config.get(key) for key in keys)
 
 
 def serves(family: str, arch: str) -> bool:
     """Whether a family has kernels for an architecture."""
-    return bool(families.load(family).specialisations(device.named(arch), [64], ["float16"]))
+    passes = [load(family) for load in loaders(family)]
+    return any(one.specialisations(device.named(arch), [64], ["float16"]) for one in passes)
+
+
+def loaders(family: str) -> list[Callable[[str], families.Family]]:
+    """What loads each pass of a family that has kernels."""
+    return [families.load] + [families.load_backward] * (family in families.BACKWARD_BUILT)
 
 
 @needs_compiler
@@ -99,12 +108,14 @@ def _resources(module: Module) -> dict[str, Resources]:
 @pytest.mark.parametrize("family", families.BUILT)
 def test_families_name_their_modules_apart(family: str, arch: str) -> None:
     """Names tell configurations apart in profilers and messages; each is listed once."""
-    listed = functools.partial(families.load(family).specialisations, device.named(arch))
     dtypes = ("float16", "bfloat16", "float32")
-    specs = listed(range(1, 257), dtypes)
+    specs = []
+    for load in loaders(family):
+        listed = functools.partial(load(family).specialisations, device.named(arch))
+        specs += listed(range(1, 257), dtypes)
+        assert listed([], dtypes) == listed([64], []) == []
     assert len(set(specs)) == len(specs)
     assert len({spec.name for spec in specs}) == len(specs)
-    assert listed([], dtypes) == listed([64], []) == []
 
 
 def test_the_standard_family_is_among_them() -> None:
@@ -132,9 +143,12 @@ def test_kernels_for_one_architecture_alone_are_compiled_for_it() -> None:
         "scores",
         "lengths",
         "out_element",
+        "parted",
+        "panel",
+        "ordered",
     ):
         dealt, all_of_them = (
-            {dict(module.specialisation.config)[key] for module in some}
+            {dict(module.specialisation.config).get(key) for module in some}
             for some in (modules, everything)
         )
         assert dealt == all_of_them, key

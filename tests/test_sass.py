@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from compiling import disassemble, needs_compiler
@@ -73,6 +74,55 @@ def test_the_inner_loops_of_sm90_are_short_and_fence_nothing(dim: int, causal: b
     # that is beyond 2^24; the third scales out. The rest is addresses, barriers, products.
     scores, out = plan.tiling.keys // 2, dim // 2
     assert shortest <= 6 * scores + out + 240
+
+
+def backward_loops(dim: int, **options: Any) -> tuple[dict[str, Any], str, list[list[str]]]:
+    """Configuration of a backward pass, the machine code of its main kernel, and its loops."""
+    array = ArrayInfo((1, 8, 4096, dim))
+    plan = explain(array, array, array, device="9.0", kernel="sm90", backward=True, **options)
+    assert plan.tiling.launch is not None
+    module = plan.tiling.launch.module
+    entry = cache.get(module, "sm_90a", show_progress=False)
+    functions = disassemble(entry.path.read_bytes()).split(".section\t.text.")
+    (main,) = (one for one in functions if one.startswith(module.name))
+    return dict(module.config), main, inner_loops(main)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_the_backward_pass_of_sm90_has_wide_products_and_bulk_additions(
+    dim: int, options: dict[str, Any]
+) -> None:
+    config, main, _ = backward_loops(dim, **options)
+    rows, columns = config["q_rows"], dim // (1 if config["share"] == "LINES" else 2)
+    for width in (rows, dim, columns // config["dq_chunks"]):
+        assert f"HGMMA.64x{width}x16.F32" in main
+    for name in ("UTMALDG.4D", "UTMASTG.4D", "UBLKCP", "UBLKRED.G.S.ADD.F32", "STSM.16.MT88.4"):
+        assert name in main
+    assert not any(name in main for name in ("STL", "LDL"))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_inner_loops_of_the_backward_pass_are_short_and_fence_once(
+    dim: int, causal: bool
+) -> None:
+    """A fence waits for all that is under way in shared memory; one of all memory costs more."""
+    config, _, loops = backward_loops(dim, causal=causal)
+    rows = config["q_rows"]
+    products = 2 * dim // 16 + 2 * rows // 16 + config["keys"] // 16
+    whole = [loop for loop in loops if sum("HGMMA" in line for line in loop) == products]
+    assert len(whole) >= 2, "with and without hidden pairs"
+    shortest = min(map(len, whole))
+    for loop in whole:
+        if len(loop) < 2 * shortest:  # else it is the way back from a wait that stands elsewhere
+            text = "\n".join(loop)
+            assert not any(name in text for name in ("MEMBAR.ALL.GPU", "MEMBAR.SC", "STL", "LDL"))
+            assert text.count("FENCE.VIEW.ASYNC") == 1
+    # A product and a power, a difference, a product and two halves of conversions for each score a
+    # thread has; a unit of four for each row statistic and sum of dQ. The rest is addresses,
+    # barriers and products.
+    assert shortest <= 5 * (rows // 2) + rows // 8 + 16 + 3 * products + 150, shortest
 
 
 @pytest.mark.parametrize("bounded", [False, True], ids=["full", "causal"])

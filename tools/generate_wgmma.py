@@ -14,6 +14,7 @@ SCORES = {"Float16": (64, 80, 96, 112, 128), "E4m3": (64, 128, 192)}  # N: keys 
 SCORES |= {"Bfloat16": SCORES["Float16"], "Int8": SCORES["E4m3"]}
 VALUES = {"Float16": (64, 96, 128, 192, 256), "E4m3": (64, 128, 256)}  # N: columns of V
 VALUES |= {"Bfloat16": VALUES["Float16"]}
+TILES = dict.fromkeys(WIDE, (64, 96, 128))  # N: columns of K that a warpgroup takes, backwards
 
 HEAD = """\
 // Warpgroup products, wgmma.mma_async m64nNkK: sums (64 x N) = or += a (64 x K) b (K x N), where K
@@ -40,6 +41,11 @@ def values_function(n: int, element: str) -> str:
     """
     registers = [f'"r"(a[{i}])' for i in range(4)]
     return _function("multiply_values", n, element, "const u32 (&a)[4]", registers, ", 1")
+
+
+def tiles_function(n: int, element: str) -> str:
+    """sums = or += a b, where a is a tile of shared memory too, and b lies in rows as V does."""
+    return _function("multiply_tiles", n, element, "u64 a", ['"l"(a)'], ", 0, 1")
 
 
 def _function(
@@ -76,6 +82,7 @@ def text() -> str:
     for element in SHORT:
         parts += [keys_function(n, element) for n in SCORES[element]]
         parts += [values_function(n, element) for n in VALUES.get(element, ())]
+        parts += [tiles_function(n, element) for n in TILES.get(element, ())]
     return "".join([*parts, TAIL])
 
 

@@ -76,6 +76,14 @@ __device__ __forceinline__ void load_unit(u32 (&to)[4], u32 shared) {
                  : "memory");
 }
 
+// ld.shared.v4.f32, st.shared.v4.f32
+__device__ __forceinline__ void load_floats(float& x, float& y, float& z, float& w, u32 shared) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x), "=f"(y), "=f"(z), "=f"(w) : "r"(shared) : "memory");
+}
+__device__ __forceinline__ void store_floats(u32 shared, float x, float y, float z, float w) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
 // st.shared.b32
 __device__ __forceinline__ void store_pair(u32 shared, u32 from) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(from) : "memory");
@@ -127,6 +135,14 @@ __device__ __forceinline__ u32 pack(float low, float high, Bfloat16) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
+}
+
+// Both halves of a pair.
+__device__ __forceinline__ void unpack(u32 pair, float& low, float& high, Float16) {
+    asm("{\n.reg .f16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(low), "=f"(high) : "r"(pair));
+}
+__device__ __forceinline__ void unpack(u32 pair, float& low, float& high, Bfloat16) {
+    low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000);
 }
 
 // cvt.rn.satfinite.e4m3x2.f32, twice: first in the lowest byte. Of compute capability 8.9 and newer.

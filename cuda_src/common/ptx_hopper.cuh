@@ -61,6 +61,18 @@ __device__ __forceinline__ void store_box(const TensorMap& map, u32 from, int co
                  "r"(column), "r"(head), "r"(row), "r"(entry)
                  : "memory");
 }
+// cp.async.bulk: neighbouring bytes, a multiple of 16, into shared memory.
+__device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// cp.reduce.async.bulk: neighbouring floats of shared memory are added to as many in global memory.
+__device__ __forceinline__ void add_floats(float* to, u32 from, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until this thread's stores have read their source / have been written.
 __device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
@@ -68,6 +80,19 @@ __device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait
 
 // What threads have written to shared memory becomes visible to tensor copies and products.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The same both ways, and for global memory too.
+__device__ __forceinline__ void fence_async_everywhere() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// A counter of the device by which blocks wait for each other: what was written before an addition is there after a read.
+__device__ __forceinline__ u32 read_acquire(const u32* counter) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    return value;
+}
+__device__ __forceinline__ void add_release(u32* counter, u32 value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
 
 // Around warpgroup products: registers written before are ready; a batch ends; at most PENDING batches still run.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -115,6 +140,13 @@ __device__ __forceinline__ void meet_cluster() {
 __device__ __forceinline__ void store_matrices(u32 shared, const u32 (&from)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(from[0]), "r"(from[1]),
                  "r"(from[2]), "r"(from[3])
+                 : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void store_matrices_transposed(u32 shared, const u32 (&from)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(from[0]),
+                 "r"(from[1]), "r"(from[2]), "r"(from[3])
                  : "memory");
 }
 

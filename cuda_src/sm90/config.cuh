@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/ptx_hopper.cuh"
+#include "common/ring.cuh"
 
 namespace cuflash {
 
@@ -101,17 +102,6 @@ struct Shared {
     static_assert(!Config::OUT_OVER_Q || O_GROUP <= Q_GROUP, "out takes the place of Q");
     static_assert(BYTES == CONFIG_SHARED_MEMORY && BYTES <= (Config::RESIDENT == 2 ? 115712 : 232448),
                   "what a block is launched with, and may have");
-};
-
-// A place in a ring of COUNT slots, and the parity of its round.
-template <int COUNT>
-struct Place {
-    int slot = 0;
-    u32 parity;
-    __device__ __forceinline__ explicit Place(u32 first_parity) : parity(first_parity) {}
-    __device__ __forceinline__ void next() {
-        if (++slot == COUNT) slot = 0, parity ^= 1;
-    }
 };
 
 }  // namespace cuflash

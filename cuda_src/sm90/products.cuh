@@ -1,27 +1,12 @@
-// The two products of a warpgroup, whose operands in shared memory are descriptors: a low word with the address, which is
-// all that moves, and a constant high word (PTX ISA, matrix descriptors of wgmma).
+// The two products of a warpgroup.
 #pragma once
 
 #include "sm90/softmax.cuh"
 #include "sm90/softmax8.cuh"
+#include "common/operands.cuh"
 #include "common/ptx_wgmma.cuh"
 
 namespace cuflash {
-
-// 8 rows to the next 8; swizzled as rows of so many bytes are.
-__device__ __forceinline__ constexpr u64 descriptor(int row) {
-    return u64((8 * row >> 4) | (row == 128 ? 1 : 2) << 30) << 32;
-}
-
-__device__ __forceinline__ u32 low_word(u32 address, u32 leading_bytes) {
-    return ((address & 0x3ffff) >> 4) | (leading_bytes >> 4) << 16;
-}
-
-// Words to add for step `step` of 32 bytes, in panels of `rows` rows of `row` bytes.
-__device__ __forceinline__ constexpr u32 column_step(int step, int rows, int row) {
-    const int steps = row / 32;
-    return (step / steps * rows * row + step % steps * 32) >> 4;
-}
 
 // products = Q Kᵀ
 __device__ __forceinline__ void multiply_queries_and_keys(Products& products, u32 q, u32 k) {
@@ -39,7 +24,7 @@ __device__ __forceinline__ void multiply_weights_and_values(Out& out, const Weig
     for (int step = 0; step < Config::BN * Config::ITEM / 32; ++step) {
         const u32 rows[4] = {weights[4 * step], weights[4 * step + 1], weights[4 * step + 2], weights[4 * step + 3]};
         const u32 at = Config::EIGHT ? column_step(step, Config::DV, Config::V_ROW)
-                                     : step * 16 * Config::V_ROW >> 4;
+                                     : row_step(step, Config::V_ROW);
         multiply_values(out, rows, descriptor(Config::V_ROW) | (v + at), true, Config::VElement());
     }
 }
@@ -49,7 +34,7 @@ __device__ __forceinline__ void multiply_weights_and_first_values(Out& out, cons
 #pragma unroll
     for (int step = 0; step < Config::BN / 16; ++step) {
         const u32 rows[4] = {weights[4 * step], weights[4 * step + 1], weights[4 * step + 2], weights[4 * step + 3]};
-        multiply_values(out, rows, descriptor(128) | (first + (step * 16 * 128 >> 4)), true, Float16());
+        multiply_values(out, rows, descriptor(128) | (first + row_step(step, 128)), true, Float16());
     }
 }
 

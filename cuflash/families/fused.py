@@ -28,11 +28,19 @@ def reasons_against(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
-def module_name(family: str, dims: tuple[int, int], dtype: str, marks: Mapping[str, bool]) -> str:
+def module_name(
+    family: str,
+    dims: tuple[int, int],
+    dtype: str,
+    marks: Mapping[str, bool],
+    *,
+    backward: bool = False,
+) -> str:
     """The name of a kernel for buckets of the head dims, with the marks that are on."""
     shown = f"d{dims[0]}" if dims[0] == dims[1] else f"d{dims[0]}x{dims[1]}"
     on = [mark for mark, is_on in marks.items() if is_on]
-    return "_".join(["cuflash_fwd", family, shown, _SHORT_NAME[dtype], *on])
+    way = "cuflash_bwd" if backward else "cuflash_fwd"
+    return "_".join([way, family, shown, _SHORT_NAME[dtype], *on])
 
 
 def window_bounds(spec: AttentionSpec) -> tuple[int, int]:

@@ -1,0 +1,63 @@
+// One thread for each warpgroup that adds its shares of dQ to those of other tiles of keys, in global memory.
+#pragma once
+
+#include "sm90_backward/work.cuh"
+
+namespace cuflash {
+
+struct Adder {
+    const Arguments& a;
+    u32 base;
+    int group;
+    Place<Config::DQ_STAGES> place{0};
+
+    __device__ __forceinline__ Adder(const Arguments& arguments, u32 shared, int of_group)
+        : a(arguments), base(shared), group(of_group) {}
+
+    // Tiles of keys that have added to a share.
+    __device__ __forceinline__ u32* counter(i64 share) const { return a.counters + 32 + share; }
+
+    // Until all tiles of keys before this one have.
+    __device__ __forceinline__ void await_turn(const u32* counter, u32 turn) const {
+        while (read_acquire(counter) != turn) __nanosleep(32);
+        fence_async_everywhere();
+    }
+
+    // A share of a tile.
+    __device__ __forceinline__ void add(const Work& work, int of_group, int tile) {
+        const i64 share = work.place_of(of_group, tile, a) * Config::GROUPS + group;  // they lie one after the other
+        if (Config::ORDERED) await_turn(counter(share), work.turn(tile, a));
+#pragma unroll 1
+        for (int chunk = 0; chunk < Config::DQ_CHUNKS; ++chunk) {
+            const int buffer = group * Config::DQ_STAGES + place.slot;
+            barrier_wait(base + Shared::dq_full + 8 * buffer, place.parity);
+            add_floats(a.sums + (share * Config::DQ_CHUNKS + chunk) * (Shared::DQ / 4), base + Shared::dq + buffer * Shared::DQ,
+                       Shared::DQ);
+            commit_stores();
+            if (Config::ORDERED && chunk == Config::DQ_CHUNKS - 1) {
+                wait_stores();
+                fence_async_everywhere();
+                add_release(counter(share), 1);
+            } else {
+                wait_stores_read();
+            }
+            barrier_arrive(base + Shared::dq_empty + 8 * buffer);
+            place.next();
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        Works<false> works;
+        Work work;
+        while (works.next(work, base)) {
+            works.release(base);
+            for (int of_group = 0; of_group < a.group; ++of_group) {
+#pragma unroll 1
+                for (int tile = work.end - 1; tile >= work.begin; --tile) add(work, of_group, tile);
+            }
+        }
+        wait_stores();
+    }
+};
+
+}  // namespace cuflash

@@ -1,0 +1,358 @@
+"""FlashAttention-3's backward pass on wgmma and TMA, for GPUs of compute capability 9.0.
+
+The kernels are `cuda_src/sm90_backward/backward.cu`; this module says which problems they take,
+with which tile, and launches them: one that prepares rows, one that multiplies, and one that rounds
+dQ, each of which may start as the one before it ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any
+
+import numpy as np
+
+from ...arrays import lengths_on_device
+from ...operands import BackwardOperands
+from ...plan import Launch, Plan, Tiling
+from ...runtime import module, tensormap
+from ...runtime.device import Device
+from ...runtime.launch import launcher
+from ...runtime.specialisation import Specialisation
+from ...spec import AttentionSpec, Placement
+from .. import fused
+from .sm90_tiles import GROUPS, PAIRS, Q_STAGES, Tile, buckets, choose
+
+_MOST_WORK = 1 << 30  # tickets, and tiles of queries: what blocks draw and their number fit 32 bits
+_SMS = 132  # multiprocessors of an H100 or H200, for a device that is only named
+_THREADS = 128 * (GROUPS + 1)
+_ROWS_THREADS = 256  # of a block that prepares or finishes a tile of queries
+_TICKETS = 32  # counters before those of turns, of which the first counts tickets
+_ALIGNMENT = 256  # bytes that parts of the workspace are multiples of
+
+# struct Arguments of cuda_src/sm90_backward/config.cuh
+_MAPS = ("q", "k", "v", "dout", "dk", "dv")
+_ARRAYS = ("out", "dout_rows", "lse", "dq")
+_LENGTHS = ("q_lens", "kv_lens")
+_PARTS = ("row_stats", "sums", "counters")  # of the workspace
+_STEPS = ("out_steps", "dout_steps", "lse_steps", "dq_steps")
+_INTS = (
+    *("q_heads", "kv_heads", "group", "q_len", "kv_len", "head_dim", "head_dim_v", "q_tiles"),
+    *("key_tiles", "all_kv_heads", "tickets", "section", "left", "right", "top_left"),
+)
+_FLOATS = ("premultiply", "factor", "scale")
+_FIELDS: list[tuple[str, Any]] = [
+    *((name, (np.uint64, (tensormap.BYTES // 8,))) for name in _MAPS),
+    *((name, np.uint64) for name in (*_ARRAYS, *_LENGTHS, *_PARTS)),
+    *((name, (np.int64, (3,))) for name in _STEPS),
+    ("all_rows", np.int64),
+    *((name, np.int32) for name in _INTS),
+    *((name, np.float32) for name in _FLOATS),
+]
+ARGUMENTS = np.dtype(
+    {
+        "names": [name for name, _ in _FIELDS],
+        "formats": [kind for _, kind in _FIELDS],
+        # C++ rounds the size up to the alignment of the maps, 64 bytes.
+        "itemsize": -(-np.dtype(_FIELDS, align=True).itemsize // 64) * 64,
+    },
+    align=True,
+)
+# From call to call.
+_CHANGING = Struct(f"{len(_MAPS) * tensormap.BYTES}s{len(_ARRAYS) + len(_LENGTHS) + len(_PARTS)}Q")
+
+
+def supports(spec: AttentionSpec, device: Device) -> list[str]:
+    reasons = []
+    if device.compute_capability is None:
+        reasons.append("needs a GPU")
+    elif device.compute_capability != (9, 0):
+        major, minor = device.compute_capability
+        reasons.append(f"needs compute capability 9.0, not {major}.{minor}")
+    reasons += fused.reasons_against(spec)
+    reasons += [
+        f"takes multiples of 8 as {name}, not {getattr(spec, name)}"
+        for name in ("head_dim", "head_dim_v")
+        if getattr(spec, name) % 8
+    ]
+    if not spec.is_empty:
+        if spec.kv_len == 0:
+            reasons.append("needs keys")
+        reasons += [
+            f"{name}: {reason}"
+            for name, (shape, place) in _arrays(spec).items()
+            if 0 not in shape
+            for reason in tensormap.reasons_against(shape, place.strides, place.aligned)
+        ]
+    heads = spec.batch * max(spec.q_heads, spec.kv_heads)
+    if heads * -(-max(spec.q_len, spec.kv_len) // 64) >= _MOST_WORK:
+        reasons.append(f"takes less than {_MOST_WORK} tiles of 64 rows or keys")
+    return reasons
+
+
+def why(spec: AttentionSpec, device: Device) -> str:
+    return "fused kernel of FlashAttention-3's design on wgmma and TMA"
+
+
+def plan(spec: AttentionSpec, device: Device) -> Tiling:
+    variant = _Variant.of(spec)
+    tile, cut = variant.tile, Cut.of(spec, variant)
+    launch = Launch(
+        _specialisation(variant),
+        blocks=min(device.sm_count or _SMS, cut.tickets),
+        threads=_THREADS,
+        shared_memory=tile.shared_memory(*variant.pair),
+    )
+    note = f"{GROUPS} warpgroups on {'the same keys' if tile.parted else '64 keys each'}"
+    note += ", dQ added up in float32" + (" in turn" if variant.ordered else "")
+    return Tiling(tile.q_rows, tile.keys, 1, cut.workspace, note, launch)
+
+
+def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
+    import cupy
+    from cupy.cuda import get_current_stream
+
+    spec, launch = plan.spec, plan.tiling.launch
+    assert launch is not None
+    variant = _Variant.of(spec)
+    cut = Cut.of(spec, variant)
+    loaded = module.load(launch.module, plan.device)
+    struct = _lasting_arguments(spec, variant).tobytes()
+    rows = cut.query_tiles, _ROWS_THREADS, 0
+    queues = [
+        launcher(loaded.function(name), *shape, _CHANGING, struct, early=early)
+        for name, shape, early in (
+            ("cuflash_bwd_prepare", rows, False),
+            (launch.module.name, (launch.blocks, launch.threads, launch.shared_memory), True),
+            ("cuflash_bwd_finish", rows, True),
+        )
+    ]
+    of_name = _layouts(spec, variant)
+    layouts = [of_name[name] for name in _MAPS]
+    places = cut.places
+    size, offsets = (cut.workspace,), [places[name] for name in _PARTS]
+    captured: list[Any] = []  # never given back: nobody tells when a graph is gone
+
+    @functools.lru_cache(maxsize=256)
+    def maps_at(*addresses: int) -> bytes:
+        return b"".join(map(tensormap.at, layouts, addresses))
+
+    def run(operands: BackwardOperands) -> None:
+        lens = [getattr(operands, name) for name in _LENGTHS]
+        lens = [None if given is None else lengths_on_device(given) for given in lens]
+        workspace = cupy.ndarray(size, np.uint8)
+        stream = get_current_stream()
+        if stream.ptr and stream.is_capturing():  # the graph runs whenever it likes
+            captured.append((workspace, lens))
+        base, dout = workspace.data.ptr, operands.dout.data.ptr
+        values = (
+            maps_at(
+                operands.q.data.ptr, operands.k.data.ptr, operands.v.data.ptr, dout,
+                operands.dk.data.ptr, operands.dv.data.ptr,
+            ),
+            operands.out.data.ptr, dout, operands.lse.data.ptr, operands.dq.data.ptr,
+            *(0 if given is None else given.data.ptr for given in lens),
+            *(base + offset for offset in offsets),
+        )  # fmt: skip
+        for queue in queues:
+            queue(*values)
+
+    return run
+
+
+def specialisations(
+    device: Device, head_dims: Sequence[int], dtypes: Sequence[str]
+) -> list[Specialisation]:
+    if device.compute_capability != (9, 0):
+        return []
+    taken = [dim for dim in head_dims if dim % 8 == 0]
+    pairs = {buckets(dim, dim_v) for dim in taken for dim_v in taken}
+    return [
+        _specialisation(_Variant(pair, dtype, bounded, left, capped, lengths, ordered))
+        for pair in PAIRS
+        if pair in pairs
+        for dtype in dtypes
+        if dtype in fused.ELEMENT
+        for bounded, left in ((False, False), (True, False), (True, True))
+        for capped in (False, True)
+        for lengths in (False, True)
+        for ordered in (False, True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What the kernels are compiled for: buckets of the head dims, and what the loop has to do."""
+
+    pair: tuple[int, int]
+    dtype: str
+    bounded: bool
+    left: bool  # a window with a left bound
+    capped: bool
+    lengths: bool
+    ordered: bool  # tiles of keys add to dQ in turn
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> _Variant:
+        return cls(
+            buckets(spec.head_dim, spec.head_dim_v),
+            spec.dtype,
+            (spec.left, spec.right) != (None, None),
+            spec.left is not None,
+            spec.softcap is not None,
+            spec.has_q_lens or spec.has_kv_lens,
+            spec.deterministic,
+        )
+
+    @property
+    def tile(self) -> Tile:
+        return choose(self.pair, self.capped, self.ordered)
+
+
+@functools.lru_cache(maxsize=1024)  # the same for every length
+def _specialisation(variant: _Variant) -> Specialisation:
+    """The module of a variant."""
+    tile = variant.tile
+    marks = {
+        "bounded": variant.bounded,
+        "left": variant.left,
+        "softcap": variant.capped,
+        "lengths": variant.lengths,
+        "ordered": variant.ordered,
+        f"{tile.q_rows}x{tile.keys}": True,
+    }
+    name = fused.module_name("sm90", variant.pair, variant.dtype, marks, backward=True)
+    config: tuple[tuple[str, int | bool | str], ...] = (
+        ("element", fused.ELEMENT[variant.dtype]),
+        ("head_dim", variant.pair[0]),
+        ("head_dim_v", variant.pair[1]),
+        ("q_rows", tile.q_rows),
+        ("keys", tile.keys),
+        ("groups", GROUPS),
+        ("parted", tile.parted),
+        ("panel", tile.panel),
+        ("q_stages", Q_STAGES),
+        ("o_stages", tile.o_stages),
+        ("dq_stages", tile.dq_stages),
+        ("dq_chunks", tile.dq_chunks),
+        ("share", "LINES" if tile.lines else "COLUMNS"),
+        ("bounded", variant.bounded),
+        ("left", variant.left),
+        ("capped", variant.capped),
+        ("lengths", variant.lengths),
+        ("ordered", variant.ordered),
+        ("shared_memory", tile.shared_memory(*variant.pair)),
+    )
+    return Specialisation("sm90_backward/backward.cu", name, config, exact_arch=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a problem becomes tiles, and what they need in main memory."""
+
+    q_tiles: int  # of a query head
+    key_tiles: int  # of a kv head
+    query_tiles: int  # of all heads
+    tickets: int  # tiles of keys of all heads
+    sizes: dict[str, int]  # bytes of each part of the workspace
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, variant: _Variant) -> Cut:
+        tile = variant.tile
+        q_tiles, key_tiles = -(-spec.q_len // tile.q_rows), -(-spec.kv_len // tile.keys)
+        query_tiles = spec.batch * spec.q_heads * q_tiles
+        rows = query_tiles * tile.q_rows
+        turns = query_tiles * GROUPS if variant.ordered else 0
+        sizes = {
+            "row_stats": 2 * 4 * rows,
+            "sums": 4 * rows * variant.pair[0],
+            "counters": 4 * (_TICKETS + turns),
+        }
+        return cls(q_tiles, key_tiles, query_tiles, spec.batch * spec.kv_heads * key_tiles, sizes)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Where each part of the workspace begins, in bytes, and where all end."""
+        found, end = {}, 0
+        for name, size in self.sizes.items():
+            found[name] = end
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return {**found, "end": end}
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of all parts."""
+        return self.places["end"]
+
+
+def _arrays(spec: AttentionSpec) -> dict[str, tuple[tuple[int, int, int, int], Placement]]:
+    """Shape and placement of each array that is moved by boxes, or by units of 16 bytes."""
+    q, kv = (spec.batch, spec.q_heads, spec.q_len), (spec.batch, spec.kv_heads, spec.kv_len)
+    further = spec.gradients
+    assert further is not None
+    return {
+        "q": ((*q, spec.head_dim), spec.q),
+        "k": ((*kv, spec.head_dim), spec.k),
+        "v": ((*kv, spec.head_dim_v), spec.v),
+        "out": ((*q, spec.head_dim_v), spec.out),
+        "dout": ((*q, spec.head_dim_v), further.dout),
+        "dq": ((*q, spec.head_dim), further.dq),
+        "dk": ((*kv, spec.head_dim), further.dk),
+        "dv": ((*kv, spec.head_dim_v), further.dv),
+    }
+
+
+def _layouts(spec: AttentionSpec, variant: _Variant) -> dict[str, tensormap.Layout]:
+    """Each array in boxes: a tile, or the keys of a warpgroup."""
+    tile, arrays = variant.tile, _arrays(spec)
+    rows = {"q": tile.q_rows, "dout": tile.q_rows, "k": tile.keys, "v": tile.keys}
+    return {
+        name: tensormap.Layout.of(
+            spec.dtype, shape, place.strides, (1, rows.get(name, 64)), 2 * tile.panel
+        )
+        for name, (shape, place) in arrays.items()
+        if name in _MAPS
+    }
+
+
+_L2_SHARE = 32 << 20  # bytes of the L2 cache for queries, dO and dQ of the heads at work
+
+
+def _section(spec: AttentionSpec) -> int:
+    """Kv heads whose queries stay in the L2 cache together."""
+    row = (spec.head_dim + spec.head_dim_v) * spec.item_size + 4 * spec.head_dim
+    of_head = spec.q_len * spec.group * row
+    heads = 1 << (max(_L2_SHARE // of_head, 1).bit_length() - 1)
+    return min(heads, spec.batch * spec.kv_heads)
+
+
+def _lasting_arguments(spec: AttentionSpec, variant: _Variant) -> np.ndarray[Any, Any]:
+    """`struct Arguments` without what changes with each call."""
+    cut, further = Cut.of(spec, variant), spec.gradients
+    assert further is not None
+    arguments = np.zeros((), ARGUMENTS)
+    for name in (
+        *("q_heads", "kv_heads", "group", "q_len", "kv_len", "head_dim", "head_dim_v", "top_left"),
+        "scale",
+    ):
+        arguments[name] = getattr(spec, name)
+    for name in ("q_tiles", "key_tiles", "tickets"):
+        arguments[name] = getattr(cut, name)
+    arguments["all_kv_heads"] = spec.batch * spec.kv_heads
+    arguments["all_rows"] = cut.query_tiles * variant.tile.q_rows
+    arguments["section"] = _section(spec)
+    arguments["left"], arguments["right"] = fused.window_bounds(spec)
+    arguments["out_steps"] = spec.out.strides[:3]
+    arguments["dout_steps"] = further.dout.strides[:3]
+    arguments["lse_steps"] = further.lse
+    arguments["dq_steps"] = further.dq.strides[:3]
+    if spec.softcap is None:
+        # No maximum is taken, so that the factor may have any sign.
+        arguments["factor"] = spec.scale * math.log2(math.e)
+    else:
+        arguments["premultiply"], arguments["factor"] = spec.score_factors
+    return arguments

@@ -1,0 +1,457 @@
+"""The backward kernel of sm90 without a GPU: its work, and its threads as steps that wait.
+
+`find` and `turn` are `struct Work` of cuda_src/sm90_backward/work.cuh. `Device` runs the threads of
+some blocks in any order: each is a generator that yields what it waits for. Barriers and named
+barriers count as the hardware's do; slots of shared memory know what they hold and who has still to
+read it, so that a slot that is overwritten too early, or read too early, is a failure.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+FAR = 1 << 29
+Wait = Callable[[], bool]
+Thread = Iterator[Wait]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A problem of one batch entry, in tiles of `bm` queries and `bn` keys."""
+
+    q_len: int
+    kv_len: int
+    bm: int
+    bn: int
+    left: int = FAR
+    right: int = FAR
+    top_left: bool = False
+    group: int = 1
+    heads: int = 1  # kv heads
+    used_q: int | None = None
+    used_kv: int | None = None
+
+    @property
+    def bounded(self) -> bool:
+        return (self.left, self.right) != (FAR, FAR)
+
+    @property
+    def key_tiles(self) -> int:
+        return -(-self.kv_len // self.bn)
+
+    @property
+    def q_tiles(self) -> int:
+        return -(-self.q_len // self.bm)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        used_q = self.q_len if self.used_q is None else self.used_q
+        return used_q, self.kv_len if self.used_kv is None else self.used_kv
+
+    @property
+    def diagonal(self) -> int:
+        q_len, kv_len = self.lengths
+        return 0 if self.top_left else kv_len - q_len
+
+    def sees(self, row: int, key: int) -> bool:
+        q_len, kv_len = self.lengths
+        centre = row + self.diagonal
+        return row < q_len and key < kv_len and centre - self.left <= key <= centre + self.right
+
+
+class Work(NamedTuple):
+    """Tiles of queries of a tile of keys."""
+
+    tile: int
+    begin: int
+    end: int
+    clean_begin: int
+    clean_end: int
+
+
+def find(shape: Shape, tile: int) -> Work:
+    """`Work::find_queries`."""
+    q_len, kv_len = shape.lengths
+    bm, bn, diagonal, left = shape.bm, shape.bn, shape.diagonal, shape.left != FAR
+    first = tile * bn
+    last = min(first + bn, kv_len) - 1
+    begin, end = 0, (q_len + bm - 1) // bm
+    clean_begin, clean_end = 0, end
+    if shape.bounded:
+        begin = max(0, first - diagonal - shape.right) // bm
+        clean_begin = (max(0, last - diagonal - shape.right) + bm - 1) // bm
+        if left:
+            end = min(end, (max(0, last - diagonal + shape.left + 1) + bm - 1) // bm)
+            clean_end = max(0, first - diagonal + shape.left + 1) // bm
+    if last < first or end < begin:
+        end = begin
+    if last < first + bn - 1:
+        clean_begin = end
+    clean_begin = min(max(clean_begin, begin), end)
+    clean_end = min(max(clean_end, clean_begin), end)
+    return Work(tile, begin, end, clean_begin, clean_end)
+
+
+def turn(shape: Shape, tile: int, q_tile: int) -> int:
+    """`Work::turn`."""
+    if shape.left == FAR:
+        return tile
+    return tile - max(0, q_tile * shape.bm + shape.diagonal - shape.left) // shape.bn
+
+
+@dataclass
+class Barrier:
+    """An mbarrier: phases of so many arrivals, waited for by parity."""
+
+    arrivals: int
+    phase: int = 0
+    arrived: int = 0
+
+    def arrive(self) -> None:
+        self.arrived += 1
+        assert self.arrived <= self.arrivals, "more arrivals than a phase takes"
+        if self.arrived == self.arrivals:
+            self.phase, self.arrived = self.phase + 1, 0
+
+    def done(self, parity: int) -> Wait:
+        """As try_wait.parity: the phase of this parity is over, which is not the current one."""
+        return lambda: self.phase % 2 != parity
+
+
+@dataclass
+class Meeting:
+    """A named barrier of so many threads' groups: who syncs waits until all have come."""
+
+    parties: int
+    came: int = 0
+    round: int = 0
+
+    def arrive(self) -> Wait:
+        self.came += 1
+        assert self.came <= self.parties, "a second arrival before the first was met"
+        mine = self.round
+        if self.came == self.parties:
+            self.came, self.round = 0, self.round + 1
+        return lambda: self.round > mine
+
+
+@dataclass
+class Slot:
+    """A place of shared memory: what it holds, and how often that has still to be read."""
+
+    held: object = None
+    readers: int = 0
+
+    def write(self, what: object, readers: int) -> None:
+        assert self.readers == 0, (
+            f"{what} over {self.held}, which {self.readers} have still to read"
+        )
+        self.held, self.readers = what, readers
+
+    def read(self, what: object) -> None:
+        assert self.held == what, f"{self.held} where {what} is expected"
+        self.readers -= 1
+        assert self.readers >= 0, f"{what} is read too often"
+
+
+@dataclass
+class Place:
+    """A place in a ring, with the parity of its round."""
+
+    count: int
+    parity: int
+    slot: int = 0
+
+    def next(self) -> None:
+        self.slot += 1
+        if self.slot == self.count:
+            self.slot, self.parity = 0, self.parity ^ 1
+
+
+@dataclass
+class Kernel:
+    """A configuration, and what all blocks share."""
+
+    shape: Shape
+    parted: bool = False
+    q_stages: int = 2
+    o_stages: int = 2
+    dq_stages: int = 1
+    dq_chunks: int = 1
+    ordered: bool = False
+    tickets: int = 0
+    turns: dict[object, int] = field(default_factory=dict)
+    added: list[object] = field(default_factory=list)
+    stored: list[object] = field(default_factory=list)
+
+
+class Block:
+    """The threads of one block: a generator for each that matters."""
+
+    GROUPS = 2
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.k = kernel
+        k, groups = kernel, self.GROUPS
+        self.works = [Slot() for _ in range(2)]
+        self.work_full = [Barrier(1) for _ in range(2)]
+        self.work_empty = [Barrier(2 * groups + 1) for _ in range(2)]
+        self.q_full = [Barrier(1) for _ in range(k.q_stages)]
+        self.q_empty = [Barrier(groups) for _ in range(k.q_stages)]
+        self.o_full = [Barrier(1) for _ in range(k.o_stages)]
+        self.o_empty = [Barrier(groups) for _ in range(k.o_stages)]
+        self.q = [Slot() for _ in range(k.q_stages)]
+        self.o = [Slot() for _ in range(k.o_stages)]
+        self.k_full, self.v_full, self.kv_empty = Barrier(1), Barrier(1), Barrier(groups)
+        self.keys, self.values = Slot(), Slot()
+        self.dq_full = [[Barrier(1) for _ in range(k.dq_stages)] for _ in range(groups)]
+        self.dq_empty = [[Barrier(1) for _ in range(k.dq_stages)] for _ in range(groups)]
+        self.dq = [[Slot() for _ in range(k.dq_stages)] for _ in range(groups)]
+        self.scores = [Slot() for _ in range(2)]
+        self.weights = Slot()
+        self.meet_scores, self.meet_all = Meeting(groups), Meeting(groups)
+        self.meet_weights, self.meet_weights_read = Meeting(2), Meeting(2)
+
+    def threads(self) -> list[Thread]:
+        consume = self.consume_parted if self.k.parted else self.consume
+        groups = range(self.GROUPS)
+        return [
+            self.produce_queries(), self.produce_keys(),
+            *(self.add(g) for g in groups), *(consume(g) for g in groups),
+        ]  # fmt: skip
+
+    # --- who fetches ------------------------------------------------------------------------------
+
+    def produce_queries(self) -> Thread:
+        k, shape = self.k, self.k.shape
+        q, o, place = Place(k.q_stages, 1), Place(k.o_stages, 1), Place(2, 1)
+
+        def hand_over(record: object) -> Thread:
+            yield self.work_empty[place.slot].done(place.parity)
+            self.works[place.slot].write(record, 2 * self.GROUPS + 1)
+            self.work_full[place.slot].arrive()
+            place.next()
+
+        while True:
+            yield lambda: True  # a draw takes a while
+            ticket, k.tickets = k.tickets, k.tickets + 1
+            if ticket >= shape.key_tiles * shape.heads:
+                break
+            if shape.bounded or k.ordered:
+                tile, head = divmod(ticket, shape.heads)
+            else:
+                head, tile = divmod(ticket, shape.key_tiles)
+            work = find(shape, tile)
+            yield from hand_over((head, work))
+            for name in self.tiles(head, work):
+                yield self.q_empty[q.slot].done(q.parity)
+                self.q[q.slot].write(name, self.GROUPS)
+                self.q_full[q.slot].arrive()
+                q.next()
+                yield self.o_empty[o.slot].done(o.parity)
+                self.o[o.slot].write(name, self.GROUPS)
+                self.o_full[o.slot].arrive()
+                o.next()
+        yield from hand_over(None)
+
+    def tiles(self, head: int, work: Work) -> list[tuple[int, int, int]]:
+        return [
+            (head, of_group, tile)
+            for of_group in range(self.k.shape.group)
+            for tile in range(work.end - 1, work.begin - 1, -1)
+        ]
+
+    def next_work(self, place: Place, release: bool = True) -> Iterator[Wait]:
+        yield self.work_full[place.slot].done(place.parity)
+        record = self.works[place.slot].held
+        if release:
+            self.release_work(place)
+        return record
+
+    def release_work(self, place: Place) -> None:
+        self.works[place.slot].readers -= 1
+        self.work_empty[place.slot].arrive()
+        place.next()
+
+    def produce_keys(self) -> Thread:
+        place, parity = Place(2, 0), 1
+        while (record := (yield from self.next_work(place))) is not None:
+            yield self.kv_empty.done(parity)
+            parity ^= 1
+            head, work = record
+            for slot, barrier in ((self.keys, self.k_full), (self.values, self.v_full)):
+                if work.begin < work.end:
+                    slot.write((head, work.tile), self.GROUPS)
+                barrier.arrive()
+
+    def add(self, group: int) -> Thread:
+        k, shape = self.k, self.k.shape
+        works, place = Place(2, 0), Place(k.dq_stages, 0)
+        while (record := (yield from self.next_work(works))) is not None:
+            head, work = record
+            for name in self.tiles(head, work):
+                share = (*name, group)
+                if k.ordered:
+                    mine = turn(shape, work.tile, name[2])
+                    yield lambda share=share, mine=mine: k.turns.get(share, 0) == mine
+                for chunk in range(k.dq_chunks):
+                    yield self.dq_full[group][place.slot].done(place.parity)
+                    self.dq[group][place.slot].read((share, work.tile, chunk))
+                    yield lambda: True  # the copy takes a while
+                    if chunk == k.dq_chunks - 1:
+                        k.added.append((share, work.tile))
+                        k.turns[share] = k.turns.get(share, 0) + 1
+                    self.dq_empty[group][place.slot].arrive()
+                    place.next()
+
+    # --- who multiplies ---------------------------------------------------------------------------
+
+    def hand_over_dq(self, group: int, place: Place, what: object) -> Thread:
+        yield self.dq_empty[group][place.slot].done(place.parity)
+        self.dq[group][place.slot].write(what, 1)
+
+    def announce_dq(self, group: int, place: Place, state: dict[str, bool]) -> None:
+        if state["unannounced"]:
+            self.dq_full[group][place.slot].arrive()
+            place.next()
+        state["unannounced"] = False
+
+    def walk(self, group: int, step: Callable[..., Thread]) -> Thread:
+        k = self.k
+        works, dq = Place(2, 0), Place(k.dq_stages, 1)
+        q, o = Place(k.q_stages, 0), Place(k.o_stages, 0)
+        parity, state = 0, {"unannounced": False}
+        while (record := (yield from self.next_work(works, release=False))) is not None:
+            head, work = record
+            yield self.k_full.done(parity)
+            yield self.v_full.done(parity)
+            parity ^= 1
+            if work.begin < work.end:
+                for name in self.tiles(head, work):
+                    assert self.keys.held == self.values.held == (head, work.tile)
+                    yield from step(group, name, work.tile, q, o, dq, state)
+                    q.next()
+                    o.next()
+                self.announce_dq(group, dq, state)
+                yield self.meet_all.arrive()
+                self.keys.readers -= 1
+                self.values.readers -= 1
+            self.k.stored.append((head, work.tile, group))
+            self.release_work(works)
+            yield lambda: True  # until the stores have been read
+            self.kv_empty.arrive()
+
+    def consume(self, group: int) -> Thread:
+        yield from self.walk(group, self.step)
+
+    def step(
+        self, group: int, name: object, tile: int, q: Place, o: Place, dq: Place,
+        state: dict[str, bool],
+    ) -> Thread:  # fmt: skip
+        yield self.q_full[q.slot].done(q.parity)
+        yield self.o_full[o.slot].done(o.parity)
+        assert self.q[q.slot].held == self.o[o.slot].held == name
+        yield lambda: True  # S and dP
+        scores = self.scores[q.slot % 2]
+        if scores.held != (name, tile):  # the first of both to write its half
+            scores.write((name, tile), self.GROUPS)
+        self.announce_dq(group, dq, state)
+        yield self.meet_scores.arrive()
+        yield lambda: True  # dQ and dV
+        scores.read((name, tile))
+        self.o[o.slot].read(name)
+        self.o_empty[o.slot].arrive()
+        yield from self.hand_over_dq(group, dq, ((*name, group), tile, 0))
+        state["unannounced"] = True
+        yield lambda: True  # dK
+        self.q[q.slot].read(name)
+        self.q_empty[q.slot].arrive()
+
+    def consume_parted(self, group: int) -> Thread:
+        if group == 1:
+            self.meet_weights_read.arrive()
+        yield from self.walk(group, self.step_of_keys if group else self.step_of_values)
+
+    def chunks(
+        self, group: int, name: object, tile: int, dq: Place, state: dict[str, bool]
+    ) -> Thread:
+        for chunk in range(self.k.dq_chunks):
+            yield lambda: True
+            yield from self.hand_over_dq(group, dq, ((*name, group), tile, chunk))
+            state["unannounced"] = True
+            if chunk < self.k.dq_chunks - 1:
+                self.announce_dq(group, dq, state)
+
+    def step_of_values(
+        self, group: int, name: object, tile: int, q: Place, o: Place, dq: Place,
+        state: dict[str, bool],
+    ) -> Thread:  # fmt: skip
+        yield self.q_full[q.slot].done(q.parity)
+        self.q[q.slot].read(name)
+        self.q_empty[q.slot].arrive()
+        yield lambda: True  # weights
+        yield self.meet_weights_read.arrive()
+        self.weights.write((name, tile), 1)
+        self.announce_dq(group, dq, state)
+        self.meet_weights.arrive()
+        yield self.o_full[o.slot].done(o.parity)
+        yield self.meet_scores.arrive()
+        yield lambda: True  # dV
+        self.o[o.slot].read(name)
+        self.o_empty[o.slot].arrive()
+        self.scores[q.slot % 2].read((name, tile))
+        yield from self.chunks(group, name, tile, dq, state)
+
+    def step_of_keys(
+        self, group: int, name: object, tile: int, q: Place, o: Place, dq: Place,
+        state: dict[str, bool],
+    ) -> Thread:  # fmt: skip
+        yield self.o_full[o.slot].done(o.parity)
+        self.o[o.slot].read(name)
+        self.o_empty[o.slot].arrive()
+        yield self.meet_weights.arrive()
+        self.weights.read((name, tile))
+        self.meet_weights_read.arrive()
+        self.scores[q.slot % 2].write((name, tile), self.GROUPS)
+        self.announce_dq(group, dq, state)
+        yield self.meet_scores.arrive()
+        yield self.q_full[q.slot].done(q.parity)
+        yield from self.chunks(group, name, tile, dq, state)
+        self.scores[q.slot % 2].read((name, tile))
+        self.q[q.slot].read(name)
+        self.q_empty[q.slot].arrive()
+
+
+def run(kernel: Kernel, blocks: int, seed: int, resident: int | None = None) -> list[Block]:
+    """Run blocks to their end, of which `resident` at a time have a place, in a random order.
+
+    Raises
+    ------
+    AssertionError
+        Where all that run wait for ever, or a slot is misused.
+    """
+    rng = random.Random(seed)
+    waiting = [Block(kernel) for _ in range(blocks)]
+    rng.shuffle(waiting)
+    every = list(waiting)
+    running: list[list[list[object]]] = []
+    slow = rng.random()
+    while waiting or running:
+        while waiting and len(running) < (resident or blocks):
+            running.append([[thread, next(thread, None)] for thread in waiting.pop().threads()])
+        ready = [
+            (block, pair) for block in running for pair in block if pair[1] is None or pair[1]()
+        ]
+        assert ready, "a deadlock"
+        favoured = [one for one in ready if one[0] is running[0]]
+        block, pair = rng.choice(favoured if favoured and rng.random() < slow else ready)
+        if pair[1] is not None:
+            pair[1] = next(pair[0], None)
+        if pair[1] is None:
+            block.remove(pair)
+            if not block:
+                running.remove(block)
+    return every

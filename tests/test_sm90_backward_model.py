@@ -1,0 +1,135 @@
+"""The backward kernel of sm90 by a model: which tiles it walks, and whether its threads wait for
+each other as they should, whatever the order in which they run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+from sm90_backward_model import FAR, Kernel, Shape, find, run, turn
+
+SMALL = [(q, k) for q in (1, 2, 3, 4, 5, 7, 8, 9, 13) for k in (1, 2, 3, 5, 6, 8, 9, 11, 12)]
+WINDOWS = [(FAR, FAR), (FAR, 0), (FAR, 2), (0, FAR), (3, FAR), (0, 0), (2, 1), (5, 4), (1, 9)]
+
+
+def shapes() -> list[Shape]:
+    found = [
+        Shape(q, k, bm, bn, left, right, top_left)
+        for q, k in SMALL
+        for bm, bn in ((2, 2), (2, 4), (4, 2), (4, 4))
+        for left, right in WINDOWS
+        for top_left in (False, True)
+    ]
+    rng = random.Random(0)
+    lengths = [
+        Shape(
+            q, k, 2, 4, left, right, top_left, used_q=rng.randint(0, q), used_kv=rng.randint(0, k)
+        )
+        for q, k in SMALL
+        for left, right in WINDOWS
+        for top_left in (False, True)
+    ]
+    return found + lengths
+
+
+def test_tiles_and_turns_are_those_of_brute_force() -> None:
+    """Every pair that is seen is walked, every pair of a clean tile is seen but for rows past the
+    last, and the tiles of keys that add to a tile of queries count up without a gap.
+    """
+    for shape in shapes():
+        q_len, _ = shape.lengths
+        works = [find(shape, tile) for tile in range(shape.key_tiles)]
+        for work in works:
+            assert 0 <= work.begin <= work.clean_begin <= work.clean_end <= work.end
+            assert work.end <= max(-(-q_len // shape.bm), work.begin), shape
+            keys = range(work.tile * shape.bn, (work.tile + 1) * shape.bn)
+            for q_tile in range(shape.q_tiles):
+                rows = range(q_tile * shape.bm, (q_tile + 1) * shape.bm)
+                pairs = [shape.sees(row, key) for row in rows if row < q_len for key in keys]
+                walked = work.begin <= q_tile < work.end
+                clean = work.clean_begin <= q_tile < work.clean_end
+                assert walked or not any(pairs), (shape, work, q_tile)
+                assert all(pairs) or not clean, (shape, work, q_tile)
+                if walked and rows.stop <= q_len:
+                    assert clean == all(pairs), (shape, work, q_tile)
+            if shape.left == FAR:
+                assert work.clean_end == work.end, "the kernel walks clean tiles first"
+        for q_tile in range(shape.q_tiles):
+            adding = [work.tile for work in works if work.begin <= q_tile < work.end]
+            turns = [turn(shape, tile, q_tile) for tile in adding]
+            assert turns == list(range(len(adding))), (shape, q_tile)
+
+
+CONFIGURATIONS = {
+    "wide": {},
+    "wide ordered": {"dq_stages": 2, "ordered": True},
+    "wide ordered, one buffer": {"ordered": True},
+    "parted": {"parted": True},
+    "parted ordered": {"parted": True, "ordered": True, "dq_stages": 2},
+    "parted in chunks": {"parted": True, "o_stages": 1, "dq_chunks": 2},
+    "parted in chunks, ordered": {"parted": True, "o_stages": 1, "dq_chunks": 2, "ordered": True},
+}
+LOOPS = [
+    Shape(9, 12, 2, 4),
+    Shape(9, 12, 2, 4, right=0),
+    Shape(9, 13, 2, 4, right=0, group=3, heads=2),
+    Shape(3, 13, 2, 4, right=0, top_left=True, heads=2),  # keys that no row sees
+    Shape(12, 9, 2, 2, left=3, right=1, heads=2, group=2),
+    Shape(12, 9, 4, 2, left=0, right=0),
+    Shape(9, 12, 2, 4, used_q=0, used_kv=5, heads=2),
+    Shape(9, 12, 2, 4, right=0, used_q=5, used_kv=3, heads=2),
+    Shape(2, 1, 2, 4, heads=3, group=2),
+]
+
+
+@pytest.mark.parametrize("shape", LOOPS, ids=str)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_no_order_of_threads_ends_in_a_deadlock_or_overwrites(name: str, shape: Shape) -> None:
+    """With fewer places than blocks too, as where other kernels keep some."""
+    for seed, (blocks, resident) in itertools.product(
+        range(4), ((1, None), (3, None), (4, 1), (5, 2))
+    ):
+        kernel = Kernel(shape, **CONFIGURATIONS[name])
+        for block in run(kernel, blocks, seed, resident):
+            for slots in (block.q, block.o, block.scores, *block.dq, [block.keys, block.values]):
+                assert all(slot.readers == 0 for slot in slots), "something was not used"
+        expected = Counter(
+            ((head, of_group, q_tile, share), tile)
+            for head in range(shape.heads)
+            for tile in range(shape.key_tiles)
+            for of_group in range(shape.group)
+            for q_tile in range(find(shape, tile).begin, find(shape, tile).end)
+            for share in range(2)
+        )
+        assert Counter(kernel.added) == expected
+        assert len(kernel.stored) == 2 * shape.heads * shape.key_tiles == len(set(kernel.stored))
+        if kernel.ordered:
+            for share in {share for share, _ in kernel.added}:
+                tiles = [tile for other, tile in kernel.added if other == share]
+                assert tiles == sorted(tiles), "dQ is added up in one order"
+
+
+def test_the_model_notices_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it might be about nothing."""
+    from sm90_backward_model import Barrier
+
+    found = 0
+    monkeypatch.setattr(Barrier, "done", lambda self, parity: lambda: True)
+    for seed in range(8):
+        try:
+            run(Kernel(Shape(9, 12, 2, 4)), 2, seed)
+        except (AssertionError, TypeError, AttributeError):
+            found += 1
+    assert found == 8
+
+
+def test_the_model_notices_turns_that_wait_for_work_not_begun() -> None:
+    """Blocks that took tiles of keys from the last on would wait for ones without a place."""
+    shape = Shape(9, 12, 2, 4)
+    kernel = Kernel(shape, ordered=True)
+    kernel.turns = {(0, 0, tile, share): -1 for tile in range(5) for share in range(2)}
+    with pytest.raises(AssertionError, match="deadlock"):
+        run(kernel, 2, 0)
