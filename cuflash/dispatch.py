@@ -90,5 +90,4 @@ _NOT_BUILT: dict[str, Rule] = {
 }
 _BACKWARD_NOT_BUILT: dict[str, Rule] = {
     "sm90": _needs("9.0", lambda cc: cc == (9, 0), ("float16", "bfloat16")),
-    "sm80": _needs("8.0 or newer", lambda cc: cc >= (8, 0), ("float16", "bfloat16")),
 }

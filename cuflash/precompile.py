@@ -14,8 +14,9 @@ from .runtime import cache, compiler
 from .runtime.compiler import CompileError
 from .runtime.device import Device, cuda_devices, named, unavailable_reason
 from .runtime.specialisation import Specialisation
-from .spec import MAX_HEAD_DIM, Options
+from .spec import MAX_HEAD_DIM, AttentionSpec, Options
 from .validate import GPU_DTYPES, build_spec, one_of
+from .validate_backward import BackwardInfos, build_backward_spec
 
 _T = TypeVar("_T", str, int)
 
@@ -130,15 +131,30 @@ def list_modules(
 def _of_family(
     name: str, device: Device, dims: Sequence[int], dtypes: Sequence[str]
 ) -> Iterator[Specialisation]:
-    """What a family may compile for a device: of those problems that it would take there."""
-    family = families.load(name)
-    for dtype in dtypes:
-        taken = []
-        for dim in dims:
-            array = ArrayInfo((1, 1, 128, dim), dtype, "cuda:0")
-            if not family.supports(build_spec(array, array, array, Options()), device):
-                taken.append(dim)
-        yield from family.specialisations(device, taken, [dtype])
+    """What both passes of a family may compile for a device: of those problems that they would take
+    there.
+    """
+    passes: list[tuple[families.Family, Callable[[ArrayInfo], AttentionSpec]]] = [
+        (families.load(name), _forward_spec)
+    ]
+    if name in families.BACKWARD_BUILT:
+        passes.append((families.load_backward(name), _backward_spec))
+    for family, spec_of in passes:
+        for dtype in dtypes:
+            taken = []
+            for dim in dims:
+                array = ArrayInfo((1, 1, 128, dim), dtype, "cuda:0")
+                if not family.supports(spec_of(array), device):
+                    taken.append(dim)
+            yield from family.specialisations(device, taken, [dtype])
+
+
+def _forward_spec(array: ArrayInfo) -> AttentionSpec:
+    return build_spec(array, array, array, Options())
+
+
+def _backward_spec(array: ArrayInfo) -> AttentionSpec:
+    return build_backward_spec(array, array, array, BackwardInfos(), Options())
 
 
 def _build_all(modules: Sequence[Module]) -> Iterator[Built]:

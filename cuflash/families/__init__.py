@@ -10,8 +10,8 @@
 
 All but `prepare` never import CuPy. Adding an architecture is adding a module and its name here.
 
-The backward pass of a family is a module in `backward`, with all of these verbs but the last, which
-joins them with the first backward kernel. Their specs have `gradients`.
+The backward pass of a family is a module in `backward`, with the same verbs. Their specs have
+`gradients`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ..runtime.specialisation import Specialisation
 from ..spec import AttentionSpec
 
 
-class Pass(Protocol):
-    """The verbs of one pass of a family."""
+class Family(Protocol):
+    """The verbs of a family module, of either pass."""
 
     def supports(self, spec: AttentionSpec, device: Device) -> list[str]: ...
 
@@ -38,17 +38,13 @@ class Pass(Protocol):
 
     def prepare(self, plan: Plan) -> Callable[[Any], None]: ...
 
-
-class Family(Pass, Protocol):
-    """The verbs of a family module."""
-
     def specialisations(
         self, device: Device, head_dims: Sequence[int], dtypes: Sequence[str]
     ) -> list[Specialisation]: ...
 
 
 BUILT = ("sm90", "sm80", "standard", "reference")
-BACKWARD_BUILT = ("standard", "reference")
+BACKWARD_BUILT = ("sm80", "standard", "reference")
 
 
 @functools.cache
@@ -59,7 +55,7 @@ def load(name: str) -> Family:
 
 
 @functools.cache
-def load_backward(name: str) -> Pass:
+def load_backward(name: str) -> Family:
     """The module of the backward pass of a family, imported on first use."""
     module: Any = importlib.import_module(f".backward.{name}", __name__)
-    return cast(Pass, module)
+    return cast(Family, module)

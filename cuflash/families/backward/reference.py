@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ...operands import BackwardOperands
 from ...plan import Plan, Tiling
 from ...reference_backward import choose_tiling, differentiate
 from ...runtime.device import Device
+from ...runtime.specialisation import Specialisation
 from ...spec import AttentionSpec
 
 
@@ -26,6 +27,12 @@ def plan(spec: AttentionSpec, device: Device) -> Tiling:
 
 def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
     return functools.partial(_run, plan)
+
+
+def specialisations(
+    device: Device, head_dims: Sequence[int], dtypes: Sequence[str]
+) -> list[Specialisation]:
+    return []
 
 
 def _run(plan: Plan, operands: BackwardOperands) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ...arrays import bits, module_of
 from ...operands import BackwardOperands
 from ...plan import Plan, Tiling
 from ...runtime.device import Device
+from ...runtime.specialisation import Specialisation
 from ...spec import AttentionSpec
 
 _DTYPES = ("float16", "bfloat16", "float32")
@@ -67,6 +68,12 @@ def plan(spec: AttentionSpec, device: Device) -> Tiling:
 
 def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
     return functools.partial(_run, plan)
+
+
+def specialisations(
+    device: Device, head_dims: Sequence[int], dtypes: Sequence[str]
+) -> list[Specialisation]:
+    return []
 
 
 def _run(plan: Plan, operands: BackwardOperands) -> None:
