@@ -17,6 +17,12 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// Where the shared memory begins whose size a launch says.
+__device__ __forceinline__ u32 dynamic_shared() {
+    extern __shared__ __align__(128) unsigned char dynamic_memory[];
+    return shared_address(dynamic_memory);
+}
+
 // cp.async: 16 bytes from global to shared memory, of which the last 16 - bytes become 0 (bytes: 0 or 16).
 // With 0 nothing is read, so that the address may lie anywhere.
 __device__ __forceinline__ void copy_async(u32 shared, const void* global, int bytes) {

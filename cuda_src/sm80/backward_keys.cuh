@@ -98,8 +98,7 @@ __device__ __forceinline__ void load_dout(const Arguments& a, const KeyWork& wor
 }
 
 __device__ __forceinline__ void go_through_keys(const Arguments& a) {
-    extern __shared__ __align__(128) unsigned char memory[];
-    const u32 shared = shared_address(memory);
+    const u32 shared = dynamic_shared();
 
     // Phases count query tiles. Full: every thread's part of a tile has come. Free: every thread has read dO; taken: it has
     // read Q, P and dS too.

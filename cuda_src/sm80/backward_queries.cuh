@@ -122,8 +122,7 @@ __device__ __forceinline__ void differentiate_rows(RowScores& scores, const RowS
 
 __device__ __forceinline__ void go_through_queries(const Arguments& a) {
     constexpr int BN = QueryConfig::BN, M = Config::M;
-    extern __shared__ __align__(128) unsigned char memory[];
-    const u32 q_tile = shared_address(memory), dout_tile = q_tile + Tile<M, Config::D>::BYTES;
+    const u32 q_tile = dynamic_shared(), dout_tile = q_tile + Tile<M, Config::D>::BYTES;
     const u32 k_tile = dout_tile + Tile<M, Config::DV>::BYTES, v_tile = k_tile + Tile<BN, Config::D>::BYTES;
 
     // Phases count key tiles, as in the forward kernel.

@@ -213,15 +213,13 @@ def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
         rows_size = size // (_ROW_BYTES + 4 * tile.padded(_bucket(spec.head_dim))) * _ROW_BYTES
 
     def run(operands: BackwardOperands) -> None:
-        from cupy.cuda import alloc
-
         q_lens, kv_lens = operands.q_lens, operands.kv_lens
         if q_lens is not None:
             q_lens = lengths_on_device(q_lens)
         if kv_lens is not None:
             kv_lens = lengths_on_device(kv_lens)
         # Given back when the last launch is queued: what takes it next on this stream runs later.
-        workspace = alloc(size)
+        workspace = _allocate(size)
         pointers = (
             operands.q.data.ptr,
             operands.k.data.ptr,
@@ -241,6 +239,13 @@ def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
             launch(*pointers)
 
     return run
+
+
+def _allocate(size: int) -> Any:
+    """Memory of the pool of the current device and stream."""
+    from cupy.cuda import alloc
+
+    return alloc(size)
 
 
 def _launches(plan: Plan) -> list[Callable[..., None]]:

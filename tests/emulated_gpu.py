@@ -1,0 +1,134 @@
+"""Runs the CUDA sources of the sm80 backward pass on the host, by a C++ compiler.
+
+`emulation/common/ptx_ampere.cuh` takes the place of the wrappers of PTX; all else is the kernels' own
+text, and the family's own launches. Slow: for problems of a few tiles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from struct import Struct
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from backward_cases import HostBackward
+from comparison import Array
+
+import cuflash
+from cuflash.arrays import describe
+from cuflash.families.backward import sm80
+from cuflash.runtime import source
+from cuflash.runtime.specialisation import Specialisation
+
+HEADERS = Path(__file__).resolve().parent / "emulation"
+_ENTRY = """
+extern "C" void {name}_run(int blocks, int threads, const void* struct_, unsigned seed) {{
+    const cuflash::Arguments& arguments = *static_cast<const cuflash::Arguments*>(struct_);
+    emulated::seed = seed;
+    emulated::kernel = [&] {{ {name}(arguments); }};
+    for (int i = 0; i < blocks; ++i) {{
+        emulated::block.x = int((i64_(i) * 7919 + seed) % blocks);
+        emulated::run_block(threads);
+    }}
+}}
+"""
+
+needs_cpp = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
+
+class EmulatedKernels:
+    """Stands for a loaded module, and for what queues its kernels."""
+
+    def __init__(self, spec: Specialisation) -> None:
+        self.library = ctypes.CDLL(str(_build(spec)))
+
+    def function(self, name: str) -> Any:
+        return getattr(self.library, f"{name}_run")
+
+
+def launcher(
+    kernel: Any, blocks: int, threads: int, shared_memory: int, changing: Struct, struct: bytes
+) -> Callable[..., None]:
+    assert shared_memory <= 227 << 10
+
+    def launch(*values: int) -> None:
+        given = changing.pack(*values) + struct[changing.size :]
+        kernel(blocks, threads, given, blocks + threads)
+
+    return launch
+
+
+@functools.cache
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="cuflash_emulated_"))
+
+
+@functools.cache
+def _build(spec: Specialisation) -> Path:
+    defines = spec.text().partition("#line")[0]
+    defines = "\n".join(line for line in defines.splitlines() if line.startswith("#define CONFIG_"))
+    config = dict(spec.config)
+    names = (spec.name, str(config["prepare"]), str(config["finish"]))
+    text = f'{defines}\n#include "common/ptx_ampere.cuh"\n#include "{spec.source}"\n'
+    text += "typedef long long i64_;" + "".join(_ENTRY.format(name=name) for name in names)
+    stem = _folder() / hashlib.sha256(text.encode()).hexdigest()[:16]
+    stem.with_suffix(".cpp").write_text(text)
+    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{HEADERS}"]
+    command += [f"-I{source.root()}", str(stem.with_suffix(".cpp")), "-o", f"{stem}.so"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    return Path(f"{stem}.so")
+
+
+def run_emulated(
+    patch: pytest.MonkeyPatch,
+    backward: HostBackward,
+    device: str = "9.0",
+    **options: Any,
+) -> tuple[Array, Array, Array]:
+    """Gradients by the kernels, which see arrays of the host as if they were the device's."""
+    patch.setattr(sm80.module, "load", lambda spec, device: EmulatedKernels(spec))
+    patch.setattr(sm80, "launcher", launcher)
+    patch.setattr(sm80, "_allocate", _Memory)
+    patch.setattr(sm80, "lengths_on_device", lambda lens: _on_device(np.asarray(lens, np.int64)))
+    options = backward.call.options | options
+    arrays = backward.arrays | backward.gradients
+    infos = {
+        name: _described(name, array) for name, array in arrays.items()
+    }
+    lens = {name: np.asarray(options[name]) for name in ("q_lens", "kv_lens") if name in options}
+    plan = cuflash.explain(
+        **(options | lens | infos), device=device, kernel="sm80", backward=True
+    )  # fmt: skip
+    run = sm80.prepare(plan)
+    operands = {name: _on_device(array) for name, array in arrays.items()}
+    run(SimpleNamespace(**operands, **{n: lens.get(n) for n in ("q_lens", "kv_lens")}))  # type: ignore[arg-type]
+    dq, dk, dv = backward.gradients.values()
+    return dq, dk, dv
+
+
+def _described(name: str, array: Array) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(describe(name, array), device="cuda:0")
+
+
+def _on_device(array: Array) -> Any:
+    return SimpleNamespace(data=SimpleNamespace(ptr=array.ctypes.data), array=array)
+
+
+class _Memory:
+    """Workspace, full of NaN."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = np.full(size + 128, 0xFF, np.uint8)
+        self.ptr = -(-self._memory.ctypes.data // 128) * 128
