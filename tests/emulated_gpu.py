@@ -7,6 +7,7 @@ text, and the family's own launches. Slow: for problems of a few tiles.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import shutil
@@ -31,7 +32,7 @@ from cuflash.runtime.specialisation import Specialisation
 
 HEADERS = Path(__file__).resolve().parent / "emulation"
 _ENTRY = """
-extern "C" void {name}_run(int blocks, int threads, const void* struct_, unsigned seed) {{
+extern "C" __attribute__((visibility("default"))) void {name}_run(int blocks, int threads, const void* struct_, unsigned seed) {{
     const cuflash::Arguments& arguments = *static_cast<const cuflash::Arguments*>(struct_);
     emulated::seed = seed;
     emulated::kernel = [&] {{ {name}(arguments); }};
@@ -42,14 +43,37 @@ extern "C" void {name}_run(int blocks, int threads, const void* struct_, unsigne
 }}
 """
 
+# The walk of a block through tiles, from what it depends on.
+_WALKS = """
+extern "C" __attribute__((visibility("default"))) void key_tiles(
+    int first_key, int q_len, int kv_len, int diagonal, int left, int right, int* found) {
+    cuflash::KeyWork work;
+    work.first_key = first_key, work.q_len = q_len, work.kv_len = kv_len, work.diagonal = diagonal;
+    work.find_tiles(left, right);
+    found[0] = work.begin, found[1] = work.end, found[2] = work.clean_begin, found[3] = work.clean_end;
+}
+extern "C" __attribute__((visibility("default"))) void query_tiles(
+    int first_row, int q_len, int kv_len, int diagonal, int left, int right, int* found) {
+    cuflash::QueryWork work;
+    work.first_row = first_row, work.q_len = q_len, work.kv_len = kv_len, work.diagonal = diagonal;
+    work.find_tiles(left, right);
+    found[0] = work.begin, found[1] = work.end, found[2] = work.clean_begin, found[3] = work.clean_end;
+}
+"""
+
 needs_cpp = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
+
+def library_of(spec: Specialisation) -> ctypes.CDLL:
+    """The kernels of a specialisation, compiled for the host."""
+    return ctypes.CDLL(str(_build(spec)))
 
 
 class EmulatedKernels:
     """Stands for a loaded module, and for what queues its kernels."""
 
     def __init__(self, spec: Specialisation) -> None:
-        self.library = ctypes.CDLL(str(_build(spec)))
+        self.library = library_of(spec)
 
     def function(self, name: str) -> Any:
         return getattr(self.library, f"{name}_run")
@@ -74,15 +98,16 @@ def _folder() -> Path:
 
 @functools.cache
 def _build(spec: Specialisation) -> Path:
-    defines = spec.text().partition("#line")[0]
-    defines = "\n".join(line for line in defines.splitlines() if line.startswith("#define CONFIG_"))
+    lines = spec.text().splitlines()
+    defines = "\n".join(line for line in lines if line.startswith("#define CONFIG_"))
     config = dict(spec.config)
     names = (spec.name, str(config["prepare"]), str(config["finish"]))
     text = f'{defines}\n#include "common/ptx_ampere.cuh"\n#include "{spec.source}"\n'
-    text += "typedef long long i64_;" + "".join(_ENTRY.format(name=name) for name in names)
+    text += _WALKS + "typedef long long i64_;" + "".join(_ENTRY.format(name=name) for name in names)
     stem = _folder() / hashlib.sha256(text.encode()).hexdigest()[:16]
     stem.with_suffix(".cpp").write_text(text)
     command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{HEADERS}"]
+    command += ["-fvisibility=hidden", "-fno-gnu-unique"]  # libraries share no names
     command += [f"-I{source.root()}", str(stem.with_suffix(".cpp")), "-o", f"{stem}.so"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
@@ -102,9 +127,7 @@ def run_emulated(
     patch.setattr(sm80, "lengths_on_device", lambda lens: _on_device(np.asarray(lens, np.int64)))
     options = backward.call.options | options
     arrays = backward.arrays | backward.gradients
-    infos = {
-        name: _described(name, array) for name, array in arrays.items()
-    }
+    infos = {name: _described(name, array) for name, array in arrays.items()}
     lens = {name: np.asarray(options[name]) for name in ("q_lens", "kv_lens") if name in options}
     plan = cuflash.explain(
         **(options | lens | infos), device=device, kernel="sm80", backward=True
@@ -117,8 +140,6 @@ def run_emulated(
 
 
 def _described(name: str, array: Array) -> Any:
-    import dataclasses
-
     return dataclasses.replace(describe(name, array), device="cuda:0")
 
 

@@ -150,9 +150,19 @@ _TILES = {
         Tile(32, 64, 8, 1, 4, 2, 1, 12, 64, "one block in 99 KiB"),
     ),
     256: (
-        Tile(64, 64, 8, 1, 2, 2, 2, 16, 48, "as 192"),
-        Tile(64, 64, 8, 1, 2, 2, 1, 16, 48, "one stage, in 163 KiB"),
-        Tile(32, 32, 4, 1, 2, 2, 1, 16, 32, "one block in 99 KiB"),
+        Tile(64, 64, 8, 1, 2, 2, 2, 4, 32, "as 192; on 8.0 spills where unrolled by 16"),
+        Tile(64, 64, 8, 1, 2, 2, 1, 4, 32, "one stage, in 163 KiB"),
+        Tile(32, 32, 4, 1, 2, 2, 1, 4, 32, "one block in 99 KiB"),
+    ),
+}
+_BLACKWELL = {
+    64: (
+        Tile(128, 64, 4, 2, 2, 4, 2, 2, 48, "spills where unrolled by 4 on 10.0"),
+        *_TILES[64][1:],
+    ),
+    128: (
+        Tile(64, 64, 4, 2, 2, 2, 2, 2, 64, "spills where unrolled by 8 on 10.0"),
+        *_TILES[128][1:],
     ),
 }
 _BUCKETS = tuple(_TILES)
@@ -324,7 +334,9 @@ class _Variant:
 
     def tile(self, device: Device) -> Tile:
         """The first row of the tile table that fits the device's shared memory."""
-        tiles = _TILES[max(self.head_dim, self.head_dim_v)]
+        dim = max(self.head_dim, self.head_dim_v)
+        generation, _ = device.compute_capability or (0, 0)
+        tiles = (_BLACKWELL if generation > 9 else {}).get(dim, _TILES[dim])
         return next((tile for tile in tiles if self._fits(tile, device)), tiles[-1])
 
     def _fits(self, tile: Tile, device: Device) -> bool:
