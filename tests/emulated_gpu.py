@@ -1,7 +1,7 @@
 """Runs the CUDA sources of the sm80 backward pass on the host, by a C++ compiler.
 
-`emulation/common/ptx_ampere.cuh` takes the place of the wrappers of PTX; all else is the kernels' own
-text, and the family's own launches. Slow: for problems of a few tiles.
+`emulation/common/ptx_ampere.cuh` takes the place of the wrappers of PTX; all else is the kernels'
+own text, and the family's own launches. Slow: for problems of a few tiles.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from collections.abc import Callable
 from pathlib import Path
 from struct import Struct
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from backward_cases import HostBackward
-from comparison import Array
+from comparison import Array, poisoned
+from gradient_comparison import GRADIENTS
 
 import cuflash
 from cuflash.arrays import describe
 from cuflash.families.backward import sm80
+from cuflash.operands import BackwardOperands
 from cuflash.runtime import source
 from cuflash.runtime.specialisation import Specialisation
 
 HEADERS = Path(__file__).resolve().parent / "emulation"
 _ENTRY = """
-extern "C" __attribute__((visibility("default"))) void {name}_run(int blocks, int threads, const void* struct_, unsigned seed) {{
+extern "C" __attribute__((visibility("default"))) void {name}_run(
+    int blocks, int threads, const void* struct_, unsigned seed) {{
     const cuflash::Arguments& arguments = *static_cast<const cuflash::Arguments*>(struct_);
     emulated::seed = seed;
     emulated::kernel = [&] {{ {name}(arguments); }};
@@ -48,16 +51,20 @@ _WALKS = """
 extern "C" __attribute__((visibility("default"))) void key_tiles(
     int first_key, int q_len, int kv_len, int diagonal, int left, int right, int* found) {
     cuflash::KeyWork work;
-    work.first_key = first_key, work.q_len = q_len, work.kv_len = kv_len, work.diagonal = diagonal;
+    work.first_key = first_key, work.diagonal = diagonal;
+    work.q_len = q_len, work.kv_len = kv_len;
     work.find_tiles(left, right);
-    found[0] = work.begin, found[1] = work.end, found[2] = work.clean_begin, found[3] = work.clean_end;
+    found[0] = work.begin, found[1] = work.end;
+    found[2] = work.clean_begin, found[3] = work.clean_end;
 }
 extern "C" __attribute__((visibility("default"))) void query_tiles(
     int first_row, int q_len, int kv_len, int diagonal, int left, int right, int* found) {
     cuflash::QueryWork work;
-    work.first_row = first_row, work.q_len = q_len, work.kv_len = kv_len, work.diagonal = diagonal;
+    work.first_row = first_row, work.diagonal = diagonal;
+    work.q_len = q_len, work.kv_len = kv_len;
     work.find_tiles(left, right);
-    found[0] = work.begin, found[1] = work.end, found[2] = work.clean_begin, found[3] = work.clean_end;
+    found[0] = work.begin, found[1] = work.end;
+    found[2] = work.clean_begin, found[3] = work.clean_end;
 }
 """
 
@@ -115,28 +122,36 @@ def _build(spec: Specialisation) -> Path:
 
 
 def run_emulated(
-    patch: pytest.MonkeyPatch,
-    backward: HostBackward,
-    device: str = "9.0",
-    **options: Any,
+    patch: pytest.MonkeyPatch, backward: HostBackward, device: str = "9.0", **options: Any
 ) -> tuple[Array, Array, Array]:
-    """Gradients by the kernels, which see arrays of the host as if they were the device's."""
+    """Gradients of a backward pass, in the memory that it has for them."""
+    given = backward.call.options | options | backward.arrays | backward.gradients
+    return emulated_backward(patch, device, **given)
+
+
+def emulated_backward(
+    patch: pytest.MonkeyPatch, device: str, **given: Any
+) -> tuple[Array, Array, Array]:
+    """`cuflash.attention_backward` by the kernels, which see arrays of the host as if they were the
+    device's.
+    """
     patch.setattr(sm80.module, "load", lambda spec, device: EmulatedKernels(spec))
     patch.setattr(sm80, "launcher", launcher)
     patch.setattr(sm80, "_allocate", _Memory)
     patch.setattr(sm80, "lengths_on_device", lambda lens: _on_device(np.asarray(lens, np.int64)))
-    options = backward.call.options | options
-    arrays = backward.arrays | backward.gradients
+    arrays = {name: given.pop(name) for name in ("q", "k", "v", "dout", "out", "lse")}
+    for name in GRADIENTS:
+        like = arrays[name[1:]]
+        made = given.pop(name, None)
+        arrays[name] = poisoned(like.shape, like.dtype) if made is None else made
+    given |= {n: np.asarray(given[n]) for n in ("q_lens", "kv_lens") if given.get(n) is not None}
+    given |= {"kernel": "sm80", "backward": True, "device": device}
     infos = {name: _described(name, array) for name, array in arrays.items()}
-    lens = {name: np.asarray(options[name]) for name in ("q_lens", "kv_lens") if name in options}
-    plan = cuflash.explain(
-        **(options | lens | infos), device=device, kernel="sm80", backward=True
-    )  # fmt: skip
-    run = sm80.prepare(plan)
+    plan = cuflash.explain(**(given | infos))
     operands = {name: _on_device(array) for name, array in arrays.items()}
-    run(SimpleNamespace(**operands, **{n: lens.get(n) for n in ("q_lens", "kv_lens")}))  # type: ignore[arg-type]
-    dq, dk, dv = backward.gradients.values()
-    return dq, dk, dv
+    lens = {name: given.get(name) for name in ("q_lens", "kv_lens")}
+    sm80.prepare(plan)(cast("BackwardOperands", SimpleNamespace(**operands, **lens)))
+    return arrays["dq"], arrays["dk"], arrays["dv"]
 
 
 def _described(name: str, array: Array) -> Any:

@@ -374,8 +374,8 @@ def stand_in(dtype: str = "float16", place: str = "cuda:0") -> ArrayInfo:
         ("cpu", "float16", "reference"),
         ("cpu", "float64", "reference"),
         ("7.5", "float16", "standard"),
-        ("8.0", "bfloat16", "standard"),
-        ("9.0", "float16", "standard"),
+        ("8.0", "bfloat16", "sm80"),
+        ("9.0", "float16", "sm80"),
         ("12.0", "float32", "standard"),
     ],
 )
@@ -389,12 +389,10 @@ def test_the_plan_says_which_family_runs_and_why_not_others(
     before = dispatch.BACKWARD_PREFERENCE[: dispatch.BACKWARD_PREFERENCE.index(family)]
     assert tuple(refusal.family for refusal in plan.refused) == before
     for refusal in plan.refused:
-        is_fused = refusal.family in ("sm80", "sm90")
-        assert (refusal.reasons[-1] == "no backward pass in this version") == is_fused
-        if is_fused and device == "9.0":
-            assert len(refusal.reasons) == 1, "nothing else is against it"
-        elif is_fused and device != "8.0":
-            assert len(refusal.reasons) > 1
+        is_built = refusal.family in families.BACKWARD_BUILT
+        assert (refusal.reasons[-1] == "no backward pass in this version") != is_built
+        if not is_built:
+            assert (len(refusal.reasons) == 1) == (device == "9.0"), "what else is against it"
     lines = str(plan).splitlines()
     assert lines[0].startswith(f"cuflash backward plan: {family} on ")
     assert any("causal" in line for line in lines)
@@ -410,7 +408,7 @@ def test_a_forward_plan_has_no_gradients() -> None:
     assert plan.family == "sm90"
 
 
-@pytest.mark.parametrize("kernel", ["sm90", "sm80", "reference"])
+@pytest.mark.parametrize("kernel", ["sm90", "reference"])
 def test_a_family_that_is_asked_for_says_why_not(kernel: str) -> None:
     q = stand_in()
     with pytest.raises(NotImplementedError) as caught:

@@ -8,15 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attention_cases import Case, NumpyBackend, load_cases, takes_gradients
 from backward_cases import host_backward
+from backward_trials import judge
 from comparison import Array
-from emulated_gpu import library_of, needs_cpp, run_emulated
+from emulated_gpu import emulated_backward, library_of, needs_cpp, run_emulated
 from gpu_cases import Problem
 
+import cuflash
 from cuflash.families.backward import sm80
 from cuflash.runtime.device import named
 
 pytestmark = needs_cpp
+REFUSED = ("case-08", "case-27")  # a mask; elements apart in the last axis
 
 # Of each tile, with each form of the loop and each kind of tail somewhere among them.
 PROBLEMS = [
@@ -68,6 +72,29 @@ def test_no_key_at_all(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> 
     dq, dk, dv = run_emulated(monkeypatch, backward, deterministic=deterministic)
     assert not dq.any()
     assert dk.size == dv.size == 0
+
+
+CASES = [
+    pytest.param(case, id=case["id"])
+    for case in load_cases()[0]
+    if takes_gradients(case) and "numpy" in case["backends"] and case["id"][:7] not in REFUSED
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["sums", "deterministic"])
+@pytest.mark.parametrize("case", CASES)
+def test_cases_that_broke_other_libraries(
+    case: Case, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def emulated(
+        dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, **options: Any
+    ) -> Any:
+        arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        options["deterministic"] = deterministic or options.get("deterministic", False)
+        return emulated_backward(monkeypatch, "9.0", **(options | arrays))
+
+    monkeypatch.setattr(cuflash, "attention_backward", emulated)
+    judge(case, NumpyBackend(), "auto")
 
 
 LENGTHS = (0, 1, 31, 32, 33, 64, 97)

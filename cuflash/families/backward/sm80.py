@@ -161,8 +161,12 @@ _BLACKWELL = {
         *_TILES[64][1:],
     ),
     128: (
-        Tile(64, 64, 4, 2, 2, 2, 2, 2, 64, "spills where unrolled by 8 on 10.0"),
+        Tile(64, 64, 4, 2, 2, 4, 2, 1, 64, "two groups of queries spill on 10.0"),
         *_TILES[128][1:],
+    ),
+    256: (
+        Tile(64, 64, 8, 1, 2, 4, 2, 2, 32, "two groups of queries spill on 10.0"),
+        *_TILES[256][1:],
     ),
 }
 _BUCKETS = tuple(_TILES)
