@@ -24,7 +24,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from . import all as everything
-    from . import compare, compile_time, forward, fp8, host, io, memory, quantize, report, static
+    from . import (
+        backward,
+        compare,
+        compile_time,
+        forward,
+        fp8,
+        host,
+        io,
+        memory,
+        quantize,
+        report,
+        static,
+    )
 
     parser = argparse.ArgumentParser(
         prog="python -m bench",
@@ -39,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="command")
     for module in (
-        *(everything, forward, fp8, quantize, host, compile_time, memory, io, static),
+        *(everything, forward, backward, fp8, quantize, host, compile_time, memory, io, static),
         *(report, compare),
     ):
         module.add_parser(commands)

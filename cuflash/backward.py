@@ -66,7 +66,9 @@ def attention_backward(
     kernel : str
         ``"auto"``, or the name of a family to insist on.
     deterministic : bool
-        Promise the same bits, run after run. The families of this version keep to it either way.
+        Promise the same bits, run after run. Without it the `sm80` family sums up dq in any order;
+        with it, a kernel of its own computes dq, which takes two products more than the five of the
+        whole, and less memory. The other families keep to it either way.
     dq, dk, dv : array, optional
         Where to write the gradients: shaped like q, k and v, in their dtype, sharing no memory with
         any other array of the call.

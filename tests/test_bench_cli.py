@@ -23,7 +23,7 @@ from cuflash.runtime import device
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
-    *("all", "forward", "fp8", "quantize", "host", "compile", "memory", "io", "static"),
+    *("all", "forward", "backward", "fp8", "quantize", "host", "compile", "memory", "io", "static"),
     *("report", "compare"),
 )
 needs_no_gpu = pytest.mark.skipif(not device.unavailable_reason(), reason="there is a GPU")
@@ -56,7 +56,7 @@ def test_every_command_has_help_with_examples(
         (["fp8", "--recipes", "f9"], "argument --recipes: got 'f9'; expected of f8, i8"),
         (["static", "--archs", "sm_70"], "argument --archs: got 'sm_70'; expected of sm_80"),
         (["compare", "only.json"], "the following arguments are required: NEW.json"),
-        (["backward"], "argument command: invalid choice: 'backward'"),
+        (["sideways"], "argument command: invalid choice: 'sideways'"),
         ([], "the following arguments are required: command"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

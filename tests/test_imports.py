@@ -32,7 +32,12 @@ LAYERS = (
     ("families", "families.fused", "families.sm90_tiles"),  # the first loads others by name
     ("fp8.emulate", "fp8.gpu_quantizer"),
     ("families.reference", "families.sm80", "families.sm90", "families.standard"),
-    ("families.backward", "families.backward.reference", "families.backward.standard"),
+    (
+        "families.backward",
+        "families.backward.reference",
+        "families.backward.sm80",
+        "families.backward.standard",
+    ),
     ("families.sm90_fp8",),
     ("fp8.gpu_tensors",),
     ("fp8.gpu",),

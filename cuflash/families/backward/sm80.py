@@ -20,6 +20,7 @@ from ...plan import Launch, Plan, Tiling
 from ...runtime import module
 from ...runtime.device import Device
 from ...runtime.launch import launcher
+from ...runtime.locks import after_fork
 from ...runtime.specialisation import Specialisation
 from ...spec import AttentionSpec, Placement
 from .. import fused
@@ -255,11 +256,20 @@ def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
     return run
 
 
-def _allocate(size: int) -> Any:
-    """Memory of the pool of the current device and stream."""
-    from cupy.cuda import alloc
+_captured: list[Any] = []  # workspace of graphs, never given back: nobody tells when one is gone
+after_fork(_captured.clear)
 
-    return alloc(size)
+
+def _allocate(size: int) -> Any:
+    """Memory of the pool of the current device and stream. A capture keeps it, for its graph's
+    launches write there whenever they run.
+    """
+    from cupy.cuda import alloc, get_current_stream
+
+    memory, stream = alloc(size), get_current_stream()
+    if stream.ptr and stream.is_capturing():  # the legacy default stream never is
+        _captured.append(memory)
+    return memory
 
 
 def _launches(plan: Plan) -> list[Callable[..., None]]:
