@@ -47,6 +47,24 @@ CEILINGS = {
 }
 
 
+def _ours_backward(kernel: str, deterministic: bool = False) -> Spec:
+    options = {"kernel": kernel, "deterministic": deterministic}
+    return Spec(f"{_PEERS}.ours_backward", options=options)
+
+
+def _torch_backward(backend: str) -> Spec:
+    return Spec(f"{_PEERS}.torch_backward", options={"backend": backend})
+
+
+# Of the backward pass of 16 bits.
+BACKWARD_PEERS = {
+    "torch-cudnn": _torch_backward("CUDNN_ATTENTION"),
+    "torch-flash": _torch_backward("FLASH_ATTENTION"),
+    "sm80": _ours_backward("sm80"),
+    "deterministic": _ours_backward("auto", deterministic=True),
+}
+
+
 def judge(place: str) -> Spec:
     """Knows exact rows."""
     return Spec(f"{_PEERS}.judge", place)
@@ -56,6 +74,11 @@ def forward(kernel: str, place: str, peers: Iterable[str]) -> dict[str, Spec]:
     """Ours by a kernel, and these peers."""
     known = PEERS if place == "cuda" else CPU_PEERS
     return {OURS: _ours(kernel, place), **{name: known[name] for name in peers}}
+
+
+def backward(kernel: str, peers: Iterable[str]) -> dict[str, Spec]:
+    """Ours by a kernel, and these peers."""
+    return {OURS: _ours_backward(kernel), **{name: BACKWARD_PEERS[name] for name in peers}}
 
 
 def fp8(recipes: Iterable[str], peers: Iterable[str]) -> dict[str, Spec]:

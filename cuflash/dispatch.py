@@ -56,9 +56,7 @@ def _choose(spec: AttentionSpec, device: Device, kernel: str) -> Plan:
 def reasons_against(name: str, spec: AttentionSpec, device: Device) -> list[str]:
     """Why a family does not take a problem; empty when it does."""
     if spec.gradients is not None:
-        if name in families.BACKWARD_BUILT:
-            return families.load_backward(name).supports(spec, device)
-        return [*_BACKWARD_NOT_BUILT[name](spec, device), "no backward pass in this version"]
+        return families.load_backward(name).supports(spec, device)
     if name in families.BUILT:
         return families.load(name).supports(spec, device)
     return [*_IN_8_BITS(spec, device), "in 8 bits, which attention_fp8 asks for"]
@@ -84,8 +82,3 @@ def _needs(
 Rule = Callable[[AttentionSpec, Device], list[str]]
 
 _IN_8_BITS = _needs("9.0", lambda cc: cc == (9, 0), ("float16", "bfloat16"))
-# What is settled already about backward passes that this version does not carry; each rule moves to
-# its family's module.
-_BACKWARD_NOT_BUILT: dict[str, Rule] = {
-    "sm80": _needs("8.0 or newer", lambda cc: cc >= (8, 0), ("float16", "bfloat16")),
-}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cuflash.families import sm80, sm90, standard
+from cuflash.families.backward import sm80 as sm80_backward
 from cuflash.families.backward import sm90 as sm90_backward
 from cuflash.fp8 import gpu_quantizer
 from cuflash.runtime import source
@@ -17,6 +18,9 @@ ALIGNMENTS = {"TensorMap": 64, "Input": 8}  # where it is not the size
 STRUCTS = [
     pytest.param("standard/softmax.cu", "Chunk", standard._CHUNK, id="standard"),
     pytest.param("sm80/forward.cu", "Arguments", sm80._ARGUMENTS, id="sm80"),
+    pytest.param(
+        "sm80/backward_config.cuh", "Arguments", sm80_backward._ARGUMENTS, id="sm80 backward"
+    ),
     pytest.param("sm90/config.cuh", "Arguments", sm90.ARGUMENTS, id="sm90"),
     pytest.param(
         "sm90_backward/config.cuh", "Arguments", sm90_backward.ARGUMENTS, id="sm90 backward"

@@ -56,7 +56,7 @@ def test_every_command_has_help_with_examples(
         (["fp8", "--recipes", "f9"], "argument --recipes: got 'f9'; expected of f8, i8"),
         (["static", "--archs", "sm_70"], "argument --archs: got 'sm_70'; expected of sm_80"),
         (["compare", "only.json"], "the following arguments are required: NEW.json"),
-        (["backwards"], "argument command: invalid choice: 'backwards'"),
+        (["sideways"], "argument command: invalid choice: 'sideways'"),
         ([], "the following arguments are required: command"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

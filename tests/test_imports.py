@@ -35,6 +35,7 @@ LAYERS = (
     (
         "families.backward",
         "families.backward.reference",
+        "families.backward.sm80",
         "families.backward.sm90",
         "families.backward.standard",
     ),

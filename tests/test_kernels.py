@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,21 +16,33 @@ from cuflash.runtime import cache, device
 from cuflash.runtime.ptxas import Resources
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+DTYPES = ("float16", "bfloat16", "float32")
 FEW = 20  # modules of a family, more of which would take minutes for all architectures
 TILE = ("keys", "groups", "cluster", "resident", "ping_pong")  # of the sm90 family
 BACKWARD_TILE = ("head_dim", "head_dim_v", "q_rows", "keys", "capped", "ordered", "lengths")
 COMPILED = {("standard", arch) for arch in ARCHITECTURES} | {("sm90", "sm_90")}
+BACKWARD = " backward"  # behind a family's name: the kernels of its other pass
+PASSES = (*families.BUILT, *(f"{name}{BACKWARD}" for name in families.BACKWARD_BUILT))
 
 
-def modules_of(family: str, arch: str, everything: bool) -> list[Module]:
+def load(name: str) -> families.Family:
+    """The module of one of `PASSES`."""
+    family = name.removesuffix(BACKWARD)
+    return families.load(family) if family == name else families.load_backward(family)
+
+
+def modules_of(name: str, arch: str, everything: bool) -> list[Module]:
     """The modules to compile for an architecture; of a large family, its share of them."""
+    family = name.removesuffix(BACKWARD)
     try:
         modules = list_modules([device.named(arch)], [family])
     except RuntimeError as error:
         pytest.skip(str(error))
+    own = set(load(name).specialisations(device.named(arch), range(1, 257), DTYPES))
+    modules = [m for m in modules if m.specialisation in own]
     if everything or len(modules) <= FEW:
         return modules
-    serving = [a for a in ARCHITECTURES if serves(family, a)]
+    serving = [a for a in ARCHITECTURES if serves(name, a)]
     dealt = max(len(serving), -(-len(modules) // FEW))
     turn = serving.index(arch)
     found = [m for m in modules if zlib.crc32(m.specialisation.name.encode()) % dealt == turn]
@@ -60,18 +71,12 @@ def tile_and_scores(module: Module) -> tuple[Any, ...]:
 
 def serves(family: str, arch: str) -> bool:
     """Whether a family has kernels for an architecture."""
-    passes = [load(family) for load in loaders(family)]
-    return any(one.specialisations(device.named(arch), [64], ["float16"]) for one in passes)
-
-
-def loaders(family: str) -> list[Callable[[str], families.Family]]:
-    """What loads each pass of a family that has kernels."""
-    return [families.load] + [families.load_backward] * (family in families.BACKWARD_BUILT)
+    return bool(load(family).specialisations(device.named(arch), [64], ["float16"]))
 
 
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("family", families.BUILT)
+@pytest.mark.parametrize("family", PASSES)
 def test_every_kernel_compiles_without_spills(
     family: str, arch: str, pytestconfig: pytest.Config
 ) -> None:
@@ -105,17 +110,14 @@ def _resources(module: Module) -> dict[str, Resources]:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("family", families.BUILT)
+@pytest.mark.parametrize("family", PASSES)
 def test_families_name_their_modules_apart(family: str, arch: str) -> None:
     """Names tell configurations apart in profilers and messages; each is listed once."""
-    dtypes = ("float16", "bfloat16", "float32")
-    specs = []
-    for load in loaders(family):
-        listed = functools.partial(load(family).specialisations, device.named(arch))
-        specs += listed(range(1, 257), dtypes)
-        assert listed([], dtypes) == listed([64], []) == []
+    listed = functools.partial(load(family).specialisations, device.named(arch))
+    specs = listed(range(1, 257), DTYPES)
     assert len(set(specs)) == len(specs)
     assert len({spec.name for spec in specs}) == len(specs)
+    assert listed([], DTYPES) == listed([64], []) == []
 
 
 def test_the_standard_family_is_among_them() -> None:

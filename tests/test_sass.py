@@ -39,6 +39,29 @@ def test_sm80_multiplies_on_tensor_cores_and_loads_asynchronously(
     assert not local, "registers go to memory"
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["sums", "deterministic"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
+def test_the_backward_pass_of_sm80_keeps_its_operands_on_chip(
+    arch: str, dim: int, deterministic: bool
+) -> None:
+    array = ArrayInfo((1, 8, 4096, dim))
+    plan = explain(
+        array, array, array, causal=True, device=device.named(arch), kernel="sm80",
+        backward=True, deterministic=deterministic,
+    )  # fmt: skip
+    assert plan.tiling.launch is not None
+    entry = cache.get(plan.tiling.launch.module, arch, show_progress=False)
+    found = Counter(map(opcode, parse(disassemble(entry.path.read_bytes())).code))
+    for name in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS.128"):
+        assert found[name], f"{name} is not among {sorted(found)}"
+    assert not [name for name in found if name.startswith(("STL", "LDL"))]
+    reductions = [name for name in found if name.startswith("RED")]
+    assert bool(reductions) != deterministic, "sums in memory come in any order"
+    if arch == "sm_90" and not deterministic:
+        assert all("128" in name or "x4" in name.lower() for name in reductions), reductions
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_sm90_has_wide_products_and_tensor_copies(dim: int, causal: bool) -> None:

@@ -17,6 +17,12 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// Where the shared memory begins whose size a launch says.
+__device__ __forceinline__ u32 dynamic_shared() {
+    extern __shared__ __align__(128) unsigned char dynamic_memory[];
+    return shared_address(dynamic_memory);
+}
+
 // cp.async: 16 bytes from global to shared memory, of which the last 16 - bytes become 0 (bytes: 0 or 16).
 // With 0 nothing is read, so that the address may lie anywhere.
 __device__ __forceinline__ void copy_async(u32 shared, const void* global, int bytes) {
@@ -89,6 +95,33 @@ __device__ __forceinline__ void store_pair(u32 shared, u32 from) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(from) : "memory");
 }
 
+// red.global.add.f32, of four numbers a lane: the first of every lane, then the second of every lane, and so on. From compute
+// capability 9.0 on they lie next to each other, and are one instruction.
+__device__ __forceinline__ void add_to_global(float* warps, const float (&of)[4]) {
+    const u32 lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(warps + 4 * lane), "f"(of[0]), "f"(of[1]),
+                 "f"(of[2]), "f"(of[3])
+                 : "memory");
+#else
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+        asm volatile("red.global.add.f32 [%0], %1;" ::"l"(warps + 32 * e + lane), "f"(of[e]) : "memory");
+#endif
+}
+
+// What add_to_global has summed up.
+__device__ __forceinline__ void read_sums(float (&to)[4], const float* warps) {
+    const u32 lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    const float4 sums = *reinterpret_cast<const float4*>(warps + 4 * lane);
+    to[0] = sums.x, to[1] = sums.y, to[2] = sums.z, to[3] = sums.w;
+#else
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to[e] = warps[32 * e + lane];
+#endif
+}
+
 // bar.sync: two warps that name the same barrier (1 to 15) meet.
 __device__ __forceinline__ void pair_sync(int barrier) { asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory"); }
 
@@ -145,6 +178,22 @@ __device__ __forceinline__ void unpack(u32 pair, float& low, float& high, Bfloat
     low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000);
 }
 
+// cvt.f32.f16, of one half of a pair.
+__device__ __forceinline__ float low_of(u32 pair, Float16) {
+    float x;
+    asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}" : "=f"(x) : "r"(pair));
+    return x;
+}
+
+__device__ __forceinline__ float high_of(u32 pair, Float16) {
+    float x;
+    asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, high;\n}" : "=f"(x) : "r"(pair));
+    return x;
+}
+
+__device__ __forceinline__ float low_of(u32 pair, Bfloat16) { return __int_as_float(pair << 16); }
+__device__ __forceinline__ float high_of(u32 pair, Bfloat16) { return __int_as_float(pair & 0xffff0000); }
+
 // cvt.rn.satfinite.e4m3x2.f32, twice: first in the lowest byte. Of compute capability 8.9 and newer.
 #if __CUDA_ARCH__ >= 890
 __device__ __forceinline__ u32 pack(float first, float second, float third, float fourth, E4m3) {
@@ -166,5 +215,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
 
 // NVRTC has no <cmath>.
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 }  // namespace cuflash

@@ -64,19 +64,6 @@ __device__ __forceinline__ const u16* row_of(const Input& from, int entry, int h
     return static_cast<const u16*>(from.data) + entry * from.batch + head * from.head + row * from.row;
 }
 
-__device__ __forceinline__ float low_of(u32 pair, Float16) {
-    float x;
-    asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}" : "=f"(x) : "r"(pair));
-    return x;
-}
-__device__ __forceinline__ float high_of(u32 pair, Float16) {
-    float x;
-    asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, high;\n}" : "=f"(x) : "r"(pair));
-    return x;
-}
-__device__ __forceinline__ float low_of(u32 pair, Bfloat16) { return __int_as_float(pair << 16); }
-__device__ __forceinline__ float high_of(u32 pair, Bfloat16) { return __int_as_float(pair & 0xffff0000); }
-
 __device__ __forceinline__ void to_floats(float (&to)[8], const uint4& unit) {
     const u32 pairs[4] = {unit.x, unit.y, unit.z, unit.w};
 #pragma unroll

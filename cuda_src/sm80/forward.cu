@@ -17,6 +17,7 @@
 // save most of the rescaling, at an error 3 % larger: a row's largest weight, now 1 exactly, would be rounded too.
 
 #include "common/tanh.cuh"
+#include "sm80/tiles.cuh"
 
 namespace cuflash {
 
@@ -60,90 +61,6 @@ struct Arguments {
     int prepare, out_aligned;
 };
 static_assert(sizeof(Arguments) == 216, "the fields and sizes in families/sm80.py");
-
-// A tile of 16-bit elements in shared memory: panels of 64 columns, whose 16-byte units are swizzled so that the 8 rows
-// of a matrix load fall into different banks.
-template <int ROWS, int COLUMNS>
-struct Tile {
-    static constexpr int BYTES = 2 * ROWS * ((COLUMNS + 63) / 64 * 64);
-};
-
-__device__ __forceinline__ int used_length(const i64* lens, int entry, int capacity) {
-    if (lens == nullptr) return capacity;
-    const i64 length = lens[entry];  // not checked on the host when it lives on the device
-    return length < 0 ? 0 : length > capacity ? capacity : int(length);
-}
-
-// Offset of a 16-byte unit of a row in its panel.
-__device__ __forceinline__ u32 unit_offset(int row, int unit) { return 128 * row + 16 * (unit ^ (row % 8)); }
-
-// Where a lane points a load of four 8x8 matrices, 16 rows x 16 columns: `lane` is the offset in the first columns of a
-// panel, and the next steps of 16 columns are an XOR away. Sums with uniform addresses and constants cost no instruction.
-template <int ROWS>
-__device__ __forceinline__ u32 step_offset(u32 lane, int step) {
-    return (lane ^ (32 * (step % 4))) + step / 4 * ROWS * 128;
-}
-
-// Rows first_row.. of a matrix into a tile, a panel of WIDTH units (16 bytes) a row after another. What lies beyond `rows`
-// or `columns` becomes 0, whatever memory holds there. ALL_ROWS says that none lies beyond `rows`.
-template <int ROWS, int WIDTH, bool ALL_ROWS>
-__device__ __forceinline__ void load_panel(u32 panel, const u16* matrix, i64 step, int first_row, int rows,
-                                           int columns) {
-    constexpr int PASS = Config::THREADS / WIDTH;  // rows that the block copies at a time
-    static_assert(PASS % 8 == 0, "each thread keeps its place in the swizzle");
-    constexpr int COPIES = ALL_ROWS ? (ROWS + PASS - 1) / PASS : 1;  // unrolled: the rare case keeps few registers
-    const int unit = threadIdx.x % WIDTH;
-    int row = first_row + threadIdx.x / WIDTH;
-    u32 to = panel + unit_offset(threadIdx.x / WIDTH, unit);
-    // A sum of integers: of pointers, the compiler would hold 8 * unit in two registers, which the loop needs.
-    const u16* from = reinterpret_cast<const u16*>(reinterpret_cast<u64>(matrix + row * step) + 16 * unit);
-#pragma unroll COPIES
-    for (int i = 0; i < (ROWS + PASS - 1) / PASS; ++i, row += PASS, to += 128 * PASS, from += PASS * step) {
-        if (ROWS % PASS != 0 && i * PASS + threadIdx.x / WIDTH >= ROWS) break;
-        const bool inside = ALL_ROWS || row < rows;
-        if (Config::ALIGNED) {
-            copy_async(to, from, inside && 8 * unit < columns ? 16 : 0);
-            continue;
-        }
-        u32 pairs[4];
-#pragma unroll
-        for (int c = 0; c < 8; c += 2) {
-            const u32 low = inside && 8 * unit + c < columns ? from[c] : 0;
-            const u32 high = inside && 8 * unit + c + 1 < columns ? from[c + 1] : 0;
-            pairs[c / 2] = low | high << 16;
-        }
-        store_unit(to, pairs);
-    }
-}
-
-template <int ROWS, int COLUMNS, bool ALL_ROWS>
-__device__ __forceinline__ void load_panels(u32 tile, const u16* matrix, i64 step, int first_row, int rows,
-                                            int columns) {
-    constexpr int PANELS = ALL_ROWS ? COLUMNS / 64 : 1;
-#pragma unroll PANELS
-    for (int panel = 0; panel < COLUMNS / 64; ++panel)
-        load_panel<ROWS, 8, ALL_ROWS>(tile + panel * ROWS * 128, matrix + 64 * panel, step, first_row, rows,
-                                      columns - 64 * panel);
-    if constexpr (COLUMNS % 64 != 0)
-        load_panel<ROWS, 4, ALL_ROWS>(tile + COLUMNS / 64 * ROWS * 128, matrix + COLUMNS / 64 * 64, step, first_row,
-                                      rows, columns - COLUMNS / 64 * 64);
-}
-
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void load_tile(u32 tile, const u16* matrix, i64 step, int first_row, int rows, int columns) {
-    if (Config::ALIGNED && first_row + ROWS <= rows)
-        load_panels<ROWS, COLUMNS, Config::ALIGNED>(tile, matrix, step, first_row, rows, columns);
-    else
-        load_panels<ROWS, COLUMNS, false>(tile, matrix, step, first_row, rows, columns);
-}
-
-// Says that this thread's part of what has been loaded has come, or will say so when it has.
-__device__ __forceinline__ void arrive_loaded(u32 full) {
-    if (Config::ALIGNED)
-        barrier_arrive_with_copies(full);
-    else
-        barrier_arrive(full);
-}
 
 // Accumulators of a warp: 16-row tiles x 8-column tiles. Lane l holds rows l / 4 and l / 4 + 8 of each, columns
 // 2 * (l % 4) and the next: elements 0 and 1 of the first row, 2 and 3 of the second.
@@ -520,11 +437,11 @@ __device__ __forceinline__ void forward(const Arguments& a) {
     int tile = work.end - 1;
     bool more = tile >= work.begin;
     if (more) {
-        load_tile<Config::M, Config::D>(q_tile, work.q, a.q_row, work.first_row, work.q_len, a.head_dim);
-        load_tile<Config::BN, Config::D>(k_tile, work.k, a.k_row, tile * Config::BN, work.kv_len, a.head_dim);
+        load_tile<Config, Config::M, Config::D>(q_tile, work.q, a.q_row, work.first_row, work.q_len, a.head_dim);
+        load_tile<Config, Config::BN, Config::D>(k_tile, work.k, a.k_row, tile * Config::BN, work.kv_len, a.head_dim);
     }
     __syncthreads();  // the barriers and kept have been written
-    if (more) arrive_loaded(k_full);
+    if (more) arrive_loaded<Config>(k_full);
 
     const Warp warp;
     OutTiles out;
@@ -551,8 +468,8 @@ __device__ __forceinline__ void forward(const Arguments& a) {
         const bool clean = tile < kept.clean_end && (!Config::BOUNDED || tile >= kept.clean_begin);
         barrier_wait(k_full, parity);
         barrier_wait(v_free, parity ^ 1);  // of the tile before
-        load_tile<Config::BN, Config::DV>(v_tile, v, a.v_row, tile * Config::BN, kv_len, a.head_dim_v);
-        arrive_loaded(v_full);
+        load_tile<Config, Config::BN, Config::DV>(v_tile, v, a.v_row, tile * Config::BN, kv_len, a.head_dim_v);
+        arrive_loaded<Config>(v_full);
         ScoreTiles scores;
         clear(scores);
 #pragma unroll Config::UNROLL
@@ -579,8 +496,8 @@ __device__ __forceinline__ void forward(const Arguments& a) {
         }
         if (more) {
             barrier_wait(k_free, parity);
-            load_tile<Config::BN, Config::D>(k_tile, k, a.k_row, (tile - 1) * Config::BN, kv_len, a.head_dim);
-            arrive_loaded(k_full);
+            load_tile<Config, Config::BN, Config::D>(k_tile, k, a.k_row, (tile - 1) * Config::BN, kv_len, a.head_dim);
+            arrive_loaded<Config>(k_full);
         }
         barrier_wait(v_full, parity);
         multiply_weights_and_values(out, weights, v_columns + 128 * first_key);

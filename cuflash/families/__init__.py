@@ -10,7 +10,7 @@
 
 All but `prepare` never import CuPy. Adding an architecture is adding a module and its name here.
 
-The backward pass of a family is a module in `backward` with the same verbs. Their specs have
+The backward pass of a family is a module in `backward`, with the same verbs. Their specs have
 `gradients`.
 """
 
@@ -28,7 +28,7 @@ from ..spec import AttentionSpec
 
 
 class Family(Protocol):
-    """The verbs of a family module, or of the module of its backward pass."""
+    """The verbs of a family module, of either pass."""
 
     def supports(self, spec: AttentionSpec, device: Device) -> list[str]: ...
 
@@ -45,7 +45,7 @@ class Family(Protocol):
 
 BUILT = ("sm90", "sm80", "standard", "reference")
 IN_8_BITS = ("sm90_fp8",)  # which `attention_fp8` has, and not `attention`
-BACKWARD_BUILT = ("sm90", "standard", "reference")
+BACKWARD_BUILT = ("sm90", "sm80", "standard", "reference")
 
 
 @functools.cache

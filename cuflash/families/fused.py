@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..spec import AttentionSpec
+from ..spec import AttentionSpec, Placement
 
 ELEMENT = {"float16": "Float16", "bfloat16": "Bfloat16"}  # as the sources call them
 UNBOUNDED = 1 << 29  # far beyond any length, and sums of a few still fit 32 bits
@@ -33,14 +33,14 @@ def module_name(
     dims: tuple[int, int],
     dtype: str,
     marks: Mapping[str, bool],
-    *,
-    backward: bool = False,
+    kind: str = "fwd",
 ) -> str:
-    """The name of a kernel for buckets of the head dims, with the marks that are on."""
+    """The name of a kernel for buckets of the head dims, with the marks that are on; `kind` is the
+    pass, ``"fwd"`` or ``"bwd"``.
+    """
     shown = f"d{dims[0]}" if dims[0] == dims[1] else f"d{dims[0]}x{dims[1]}"
     on = [mark for mark, is_on in marks.items() if is_on]
-    way = "cuflash_bwd" if backward else "cuflash_fwd"
-    return "_".join([way, family, shown, _SHORT_NAME[dtype], *on])
+    return "_".join([f"cuflash_{kind}", family, shown, _SHORT_NAME[dtype], *on])
 
 
 def window_bounds(spec: AttentionSpec) -> tuple[int, int]:
@@ -58,3 +58,8 @@ def unseen(factor: float) -> float:
     score that float32 holds there.
     """
     return -3.4e38 / max(1.0, factor)
+
+
+def rows_aligned(place: Placement) -> bool:
+    """Whether every row starts on 16 bytes."""
+    return place.aligned and all(step % 8 == 0 for step in place.strides[:3])

@@ -284,7 +284,7 @@ def _lasting_arguments(spec: AttentionSpec, row_blocks: int) -> np.ndarray[Any, 
     if premultiply is not None:
         arguments["prepare"], arguments["premultiply"] = 1, premultiply
     arguments["unseen"] = fused.unseen(arguments["factor"])
-    arguments["out_aligned"] = _rows_aligned(spec.out.strides, spec.out.aligned)
+    arguments["out_aligned"] = fused.rows_aligned(spec.out)
     return np.array(tuple(arguments.values()), _ARGUMENTS)
 
 
@@ -297,9 +297,5 @@ def _is_aligned(spec: AttentionSpec) -> bool:
     return (
         spec.head_dim % 8 == 0
         and spec.head_dim_v % 8 == 0
-        and all(_rows_aligned(place.strides, place.aligned) for place in (spec.q, spec.k, spec.v))
+        and all(fused.rows_aligned(place) for place in (spec.q, spec.k, spec.v))
     )
-
-
-def _rows_aligned(strides: tuple[int, ...], aligned: bool) -> bool:
-    return aligned and all(step % 8 == 0 for step in strides[:3])

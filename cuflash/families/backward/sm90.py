@@ -225,7 +225,7 @@ def _specialisation(variant: _Variant) -> Specialisation:
         "ordered": variant.ordered,
         f"{tile.q_rows}x{tile.keys}": True,
     }
-    name = fused.module_name("sm90", variant.pair, variant.dtype, marks, backward=True)
+    name = fused.module_name("sm90", variant.pair, variant.dtype, marks, kind="bwd")
     config: tuple[tuple[str, int | bool | str], ...] = (
         ("element", fused.ELEMENT[variant.dtype]),
         ("head_dim", variant.pair[0]),

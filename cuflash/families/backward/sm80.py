@@ -1,0 +1,450 @@
+"""The backward pass of FlashAttention-2 on mma.sync, from compute capability 8.0 on.
+
+The kernels are `cuda_src/sm80/backward.cu`; this module says which problems they take, with which
+tile, and launches them: one that describes rows, the main one, and one for dQ.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any
+
+import numpy as np
+
+from ...arrays import lengths_on_device
+from ...operands import BackwardOperands
+from ...plan import Launch, Plan, Tiling
+from ...runtime import module
+from ...runtime.device import Device
+from ...runtime.launch import launcher
+from ...runtime.locks import after_fork
+from ...runtime.specialisation import Specialisation
+from ...spec import AttentionSpec, Placement
+from .. import fused
+
+# struct Arguments of cuda_src/sm80/backward_config.cuh
+_POINTERS = (
+    *("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv"),
+    *("rows", "sums", "q_lens", "kv_lens"),
+)
+_TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+_INTS = (
+    *("q_heads", "group", "q_len", "kv_len", "head_dim", "head_dim_v"),
+    *("row_blocks", "key_blocks", "left", "right", "top_left"),
+)
+_ARGUMENTS = np.dtype(
+    [(name, np.uint64) for name in _POINTERS]
+    + [(f"{n}_{axis}", np.int64) for n in (*_TENSORS, "lse") for axis in ("entry", "head", "row")]
+    + [(name, np.int32) for name in _INTS]
+    + [("factor", np.float32), ("premultiply", np.float32), ("scale", np.float32)]
+    + [("prepare", np.int32), ("out_aligned", np.int32)]
+    + [(f"{name}_aligned", np.int32) for name in ("dq", "dk", "dv")],
+    align=True,
+)
+_CHANGING = Struct(f"{len(_POINTERS)}Q")  # from call to call
+_ROW_THREADS = 256
+_ROW_BYTES = 8  # of `rows`, for each row
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A row of the tile table: what a block of the main kernel works on, and why.
+
+    Warps are a grid of `key_groups` for scores, dK and dV, and one of `query_groups` for dQ.
+    `stages` counts tiles of Q in shared memory, `unroll` steps of Q Kᵀ and dO Vᵀ, `dq_keys` the
+    keys at a time of the kernel that computes dQ by itself.
+    """
+
+    q_rows: int
+    keys: int
+    warps: int
+    blocks: int  # of one multiprocessor, which share its 65,536 registers
+    key_groups: int
+    query_groups: int
+    stages: int
+    unroll: int
+    dq_keys: int
+    why: str
+
+    def __post_init__(self) -> None:
+        whole = (
+            self.warps % self.key_groups == self.warps % self.query_groups == 0
+            and self.keys % (16 * self.key_groups) == 0
+            and self.q_rows % (16 * self.sides) == self.q_rows % (16 * self.query_groups) == 0
+            and {self.sides, self.query_groups, self.dq_sides} <= {1, 2, 4}
+        )
+        if not whole:
+            raise ValueError(f"tile: got {self}; expected a grid of warps with whole products")
+
+    @property
+    def sides(self) -> int:
+        """Warps that share keys: each has a part of the queries of S, and of dK's columns."""
+        return self.warps // self.key_groups
+
+    @property
+    def dq_sides(self) -> int:
+        """Warps that share rows of dQ: each has a part of its columns."""
+        return self.warps // self.query_groups
+
+    @property
+    def dq_warps(self) -> int:
+        """Warps of the kernel that computes dQ by itself; each owns whole rows."""
+        return min(4, self.q_rows // 16)
+
+    def padded(self, dim: int) -> int:
+        """Columns of a head dim of whole parts for all that share them."""
+        step = 16 * max(2, self.sides, self.dq_sides)
+        return -(-dim // step) * step
+
+    def registers(self, head_dim: int, head_dim_v: int) -> int:
+        """Registers a thread of the main kernel for sums, without the 50 or so beside them."""
+        keys, threads = self.keys, 32 * self.warps
+        scores = 2 * keys * self.q_rows // threads
+        dq = self.q_rows * head_dim // threads
+        return keys * (head_dim + head_dim_v) // threads + max(scores, dq)
+
+    def dq_registers(self, head_dim: int) -> int:
+        """The same of the kernel that computes dQ by itself."""
+        rows = self.q_rows // (16 * self.dq_warps)
+        return rows * (head_dim // 2 + self.dq_keys)
+
+    def shared_memory(self, head_dim: int, head_dim_v: int) -> int:
+        """Bytes a block of the main kernel: tiles in panels of 64 columns, and rows."""
+        dim, dim_v, queries = (_panels(n) for n in (head_dim, head_dim_v, self.q_rows))
+        elements = self.keys * (dim + dim_v) + self.q_rows * (self.stages * dim + dim_v)
+        return 2 * (elements + 2 * self.keys * queries) + self.stages * self.q_rows * _ROW_BYTES
+
+    def dq_shared_memory(self, head_dim: int, head_dim_v: int) -> int:
+        """Bytes a block of the kernel that computes dQ by itself."""
+        return 2 * (self.q_rows + self.dq_keys) * (_panels(head_dim) + _panels(head_dim_v))
+
+
+# By the larger of both head dims, rounded up to a bucket; the first that fits. None has been timed:
+# they are those that read least of shared memory among what keeps every value in registers.
+_TILES = {
+    32: (
+        Tile(128, 64, 4, 2, 2, 4, 2, 2, 48, "as 64"),
+        Tile(64, 64, 4, 2, 2, 2, 2, 2, 64, "two blocks in less shared memory"),
+        Tile(64, 64, 4, 2, 2, 2, 1, 2, 64, "two blocks in 99 KiB"),
+    ),
+    64: (
+        Tile(128, 64, 4, 2, 2, 4, 2, 4, 48, "136 matrix loads a warp for 320 products"),
+        Tile(64, 64, 4, 2, 2, 2, 2, 4, 64, "160 loads; two blocks in less shared memory"),
+        Tile(64, 64, 4, 2, 2, 2, 1, 4, 64, "two blocks in 99 KiB"),
+    ),
+    96: (
+        Tile(64, 64, 4, 2, 2, 2, 2, 6, 64, "as 128"),
+        Tile(64, 64, 4, 2, 2, 2, 1, 6, 64, "two blocks in 163 KiB"),
+        Tile(64, 64, 8, 1, 4, 4, 2, 6, 64, "one block in 99 KiB, of twice the warps"),
+    ),
+    128: (
+        Tile(64, 64, 4, 2, 2, 2, 2, 8, 64, "136 matrix loads a warp for 320 products"),
+        Tile(64, 64, 4, 2, 2, 2, 1, 8, 64, "two blocks in 163 KiB"),
+        Tile(64, 64, 8, 1, 2, 2, 2, 8, 64, "one block in 99 KiB, of twice the warps"),
+    ),
+    192: (
+        Tile(64, 64, 8, 1, 2, 2, 2, 12, 64, "dK and dV of 128 keys do not fit the registers"),
+        Tile(64, 64, 8, 1, 2, 2, 1, 12, 64, "one stage"),
+        Tile(32, 64, 8, 1, 4, 2, 1, 12, 64, "one block in 99 KiB"),
+    ),
+    256: (
+        Tile(64, 64, 8, 1, 2, 2, 2, 4, 32, "as 192; on 8.0 spills where unrolled by 16"),
+        Tile(64, 64, 8, 1, 2, 2, 1, 4, 32, "one stage, in 163 KiB"),
+        Tile(32, 32, 4, 1, 2, 2, 1, 4, 32, "one block in 99 KiB"),
+    ),
+}
+_BLACKWELL = {
+    64: (
+        Tile(128, 64, 4, 2, 2, 4, 2, 2, 48, "spills where unrolled by 4 on 10.0"),
+        *_TILES[64][1:],
+    ),
+    128: (
+        Tile(64, 64, 4, 2, 2, 4, 2, 1, 64, "two groups of queries spill on 10.0"),
+        *_TILES[128][1:],
+    ),
+    256: (
+        Tile(64, 64, 8, 1, 2, 4, 2, 2, 32, "two groups of queries spill on 10.0"),
+        *_TILES[256][1:],
+    ),
+}
+_BUCKETS = tuple(_TILES)
+_RESERVED = 1024 + 256  # shared memory that each block takes beside its tiles: system's, kernel's
+
+
+def supports(spec: AttentionSpec, device: Device) -> list[str]:
+    reasons = []
+    if device.compute_capability is None:
+        reasons.append("needs a GPU")
+    elif device.compute_capability < (8, 0):
+        major, minor = device.compute_capability
+        reasons.append(f"needs compute capability 8.0 or newer, not {major}.{minor}")
+    reasons += fused.reasons_against(spec)
+    if not spec.is_empty:
+        for name, place in _placements(spec).items():
+            is_keys = name in ("k", "v", "dk", "dv")
+            dim = spec.head_dim if name in ("q", "k", "dq", "dk") else spec.head_dim_v
+            if dim > 1 and place.strides[3] != 1 and (spec.kv_len or not is_keys):
+                reasons.append(f"{name}: needs neighbouring elements in its last axis")
+    if spec.batch * spec.q_heads * -(-max(spec.q_len, spec.kv_len) // 32) >= 1 << 31:
+        reasons.append("more blocks than a grid holds")
+    return reasons
+
+
+def why(spec: AttentionSpec, device: Device) -> str:
+    return "fused kernels of FlashAttention-2 on mma.sync; no newer family takes this problem"
+
+
+def plan(spec: AttentionSpec, device: Device) -> Tiling:
+    variant = _Variant.of(spec)
+    tile, compiled = _compiled(variant, device)
+    launch = Launch(
+        compiled,
+        blocks=spec.batch * spec.kv_heads * -(-spec.kv_len // tile.keys),
+        threads=32 * tile.warps,
+        shared_memory=tile.shared_memory(variant.head_dim, variant.head_dim_v),
+    )
+    rows = spec.batch * spec.q_heads * _row_blocks(spec, tile.q_rows) * tile.q_rows
+    of_dq = 0 if spec.deterministic else 4 * tile.padded(variant.head_dim)
+    how = "dQ by a kernel of its own" if spec.deterministic else "dQ in float32 sums"
+    note = f"{tile.warps} warps, {how}"
+    return Tiling(tile.q_rows, tile.keys, 1, rows * (_ROW_BYTES + of_dq), note, launch)
+
+
+@functools.lru_cache(maxsize=1024)  # the same for every length
+def _compiled(variant: _Variant, device: Device) -> tuple[Tile, Specialisation]:
+    tile = variant.tile(device)
+    return tile, variant.specialisation(tile)
+
+
+def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
+    launches = _launches(plan)
+    spec, size = plan.spec, plan.tiling.workspace
+    rows_size = size
+    if not spec.deterministic:
+        tile, _ = _compiled(_Variant.of(spec), plan.device)
+        rows_size = size // (_ROW_BYTES + 4 * tile.padded(_bucket(spec.head_dim))) * _ROW_BYTES
+
+    def run(operands: BackwardOperands) -> None:
+        q_lens, kv_lens = operands.q_lens, operands.kv_lens
+        if q_lens is not None:
+            q_lens = lengths_on_device(q_lens)
+        if kv_lens is not None:
+            kv_lens = lengths_on_device(kv_lens)
+        # Given back when the last launch is queued: what takes it next on this stream runs later.
+        workspace = _allocate(size)
+        pointers = (
+            operands.q.data.ptr,
+            operands.k.data.ptr,
+            operands.v.data.ptr,
+            operands.out.data.ptr,
+            operands.dout.data.ptr,
+            operands.lse.data.ptr,
+            operands.dq.data.ptr,
+            operands.dk.data.ptr,
+            operands.dv.data.ptr,
+            workspace.ptr,
+            workspace.ptr + rows_size,
+            0 if q_lens is None else q_lens.data.ptr,
+            0 if kv_lens is None else kv_lens.data.ptr,
+        )
+        for launch in launches:
+            launch(*pointers)
+
+    return run
+
+
+_captured: list[Any] = []  # workspace of graphs, never given back: nobody tells when one is gone
+after_fork(_captured.clear)
+
+
+def _allocate(size: int) -> Any:
+    """Memory of the pool of the current device and stream. A capture keeps it, for its graph's
+    launches write there whenever they run.
+    """
+    from cupy.cuda import alloc, get_current_stream
+
+    memory, stream = alloc(size), get_current_stream()
+    if stream.ptr and stream.is_capturing():  # the legacy default stream never is
+        _captured.append(memory)
+    return memory
+
+
+def _launches(plan: Plan) -> list[Callable[..., None]]:
+    """What queues each kernel, in the order in which they run."""
+    spec, main = plan.spec, plan.tiling.launch
+    assert main is not None
+    variant = _Variant.of(spec)
+    tile, _ = _compiled(variant, plan.device)
+    loaded = module.load(main.module, plan.device)
+    struct = _lasting_arguments(spec, tile).tobytes()
+    row_blocks = spec.batch * spec.q_heads * _row_blocks(spec, tile.q_rows)
+    finish_threads, finish_memory = main.threads, 0
+    if spec.deterministic:
+        finish_threads = 32 * tile.dq_warps
+        finish_memory = tile.dq_shared_memory(variant.head_dim, variant.head_dim_v)
+    name = main.module.name
+    kernels = [
+        (f"{name}_prepare", row_blocks, _ROW_THREADS, 0),
+        (name, main.blocks, main.threads, main.shared_memory),
+        (f"{name}_finish", row_blocks, finish_threads, finish_memory),
+    ]
+    return [
+        launcher(loaded.function(kernel), blocks, threads, shared_memory, _CHANGING, struct)
+        for kernel, blocks, threads, shared_memory in kernels
+        if blocks  # none of the main one where there is no key
+    ]
+
+
+def specialisations(
+    device: Device, head_dims: Sequence[int], dtypes: Sequence[str]
+) -> list[Specialisation]:
+    if (device.compute_capability or (0, 0)) < (8, 0):
+        return []
+    variants = [
+        _Variant(bucket, bucket, dtype, bounded, softcap, aligned, deterministic)
+        for bucket in dict.fromkeys(_bucket(dim) for dim in head_dims)
+        for dtype in dtypes
+        if dtype in fused.ELEMENT
+        for bounded, softcap, aligned in _KINDS
+        for deterministic in (False, True)
+    ]
+    return [variant.specialisation(variant.tile(device)) for variant in variants]
+
+
+# Of bounded, softcap and aligned. Those that are slower anyway do with the code for masks.
+_KINDS = (
+    *((False, False, True), (True, False, True), (True, True, True)),
+    *((True, False, False), (True, True, False)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What the kernels are compiled for: buckets of the head dims, and what they have to do."""
+
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    bounded: bool
+    softcap: bool
+    aligned: bool
+    deterministic: bool
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> _Variant:
+        softcap, aligned = spec.softcap is not None, _is_aligned(spec)
+        return cls(
+            _bucket(spec.head_dim),
+            _bucket(spec.head_dim_v),
+            spec.dtype,
+            (spec.left, spec.right) != (None, None) or softcap or not aligned,
+            softcap,
+            aligned,
+            spec.deterministic,
+        )
+
+    def tile(self, device: Device) -> Tile:
+        """The first row of the tile table that fits the device's shared memory."""
+        dim = max(self.head_dim, self.head_dim_v)
+        generation, _ = device.compute_capability or (0, 0)
+        tiles = (_BLACKWELL if generation > 9 else {}).get(dim, _TILES[dim])
+        return next((tile for tile in tiles if self._fits(tile, device)), tiles[-1])
+
+    def _fits(self, tile: Tile, device: Device) -> bool:
+        bytes_each = tile.shared_memory(self.head_dim, self.head_dim_v) + _RESERVED
+        # What the system takes of one block is not counted in the device's most for a block.
+        return tile.blocks * bytes_each <= device.shared_memory_per_block + 1024
+
+    def specialisation(self, tile: Tile) -> Specialisation:
+        """The module of this variant with a tile."""
+        marks = {
+            "bounded": self.bounded,
+            "softcap": self.softcap,
+            "unaligned": not self.aligned,
+            "deterministic": self.deterministic,
+        }
+        dims = (self.head_dim, self.head_dim_v)
+        name = fused.module_name("sm80", dims, self.dtype, marks, kind="bwd")
+        config: tuple[tuple[str, int | bool | str], ...] = (
+            ("element", fused.ELEMENT[self.dtype]),
+            ("head_dim", tile.padded(self.head_dim)),
+            ("head_dim_v", tile.padded(self.head_dim_v)),
+            ("q_rows", tile.q_rows),
+            ("keys", tile.keys),
+            ("warps", tile.warps),
+            ("blocks", tile.blocks),
+            ("key_groups", tile.key_groups),
+            ("query_groups", tile.query_groups),
+            ("stages", tile.stages),
+            ("unroll", tile.unroll),
+            ("dq_warps", tile.dq_warps),
+            ("dq_keys", tile.dq_keys),
+            ("bounded", self.bounded),
+            ("softcap", self.softcap),
+            ("aligned", self.aligned),
+            ("deterministic", self.deterministic),
+            ("prepare", f"{name}_prepare"),
+            ("finish", f"{name}_finish"),
+        )
+        return Specialisation("sm80/backward.cu", name, config)
+
+
+def _lasting_arguments(spec: AttentionSpec, tile: Tile) -> np.ndarray[Any, Any]:
+    """`struct Arguments` without its pointers."""
+    assert spec.gradients is not None
+    arguments: dict[str, float] = dict.fromkeys(_ARGUMENTS.names or (), 0)
+    places = _placements(spec)
+    strides = {name: place.strides[:3] for name, place in places.items()}
+    for name, steps in (strides | {"lse": spec.gradients.lse}).items():
+        for axis, step in zip(("entry", "head", "row"), steps, strict=True):
+            arguments[f"{name}_{axis}"] = step
+    for name in ("q_heads", "group", "q_len", "kv_len", "head_dim", "head_dim_v", "top_left"):
+        arguments[name] = getattr(spec, name)
+    arguments["row_blocks"] = _row_blocks(spec, tile.q_rows)
+    arguments["key_blocks"] = -(-spec.kv_len // tile.keys)
+    arguments["left"], arguments["right"] = fused.window_bounds(spec)
+    premultiply, arguments["factor"] = spec.score_factors
+    if premultiply is not None:
+        arguments["prepare"], arguments["premultiply"] = 1, premultiply
+    arguments["scale"] = spec.scale
+    arguments["out_aligned"] = (
+        spec.head_dim_v % 8 == 0
+        and fused.rows_aligned(places["out"])
+        and fused.rows_aligned(places["dout"])
+    )
+    for name in ("dq", "dk", "dv"):
+        arguments[f"{name}_aligned"] = fused.rows_aligned(places[name])
+    return np.array(tuple(arguments.values()), _ARGUMENTS)
+
+
+def _placements(spec: AttentionSpec) -> dict[str, Placement]:
+    """Where each array of `_TENSORS` lies."""
+    return {
+        name: getattr(spec if name in ("q", "k", "v", "out") else spec.gradients, name)
+        for name in _TENSORS
+    }
+
+
+def _row_blocks(spec: AttentionSpec, q_rows: int) -> int:
+    return -(-spec.q_len // q_rows)
+
+
+def _bucket(dim: int) -> int:
+    return next(bucket for bucket in _BUCKETS if dim <= bucket)
+
+
+def _panels(columns: int) -> int:
+    return -(-columns // 64) * 64
+
+
+def _is_aligned(spec: AttentionSpec) -> bool:
+    """Whether every row of what tiles are loaded from starts on 16 bytes and holds whole units."""
+    places = _placements(spec)
+    return (
+        spec.head_dim % 8 == 0
+        and spec.head_dim_v % 8 == 0
+        and all(fused.rows_aligned(places[name]) for name in ("q", "k", "v", "dout"))
+    )

@@ -1,0 +1,170 @@
+"""Runs the CUDA sources of the sm80 backward pass on the host, by a C++ compiler.
+
+`emulation/common/ptx_ampere.cuh` takes the place of the wrappers of PTX; all else is the kernels'
+own text, and the family's own launches. Slow: for problems of a few tiles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from struct import Struct
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from backward_cases import HostBackward
+from comparison import Array, poisoned
+from gradient_comparison import GRADIENTS
+
+import cuflash
+from cuflash.arrays import describe
+from cuflash.families.backward import sm80
+from cuflash.operands import BackwardOperands
+from cuflash.runtime import source
+from cuflash.runtime.specialisation import Specialisation
+
+HEADERS = Path(__file__).resolve().parent / "emulation"
+_ENTRY = """
+extern "C" __attribute__((visibility("default"))) void {name}_run(
+    int blocks, int threads, const void* struct_, unsigned seed) {{
+    const cuflash::Arguments& arguments = *static_cast<const cuflash::Arguments*>(struct_);
+    emulated::seed = seed;
+    emulated::kernel = [&] {{ {name}(arguments); }};
+    for (int i = 0; i < blocks; ++i) {{
+        emulated::block.x = int((i64_(i) * 7919 + seed) % blocks);
+        emulated::run_block(threads);
+    }}
+}}
+"""
+
+# The walk of a block through tiles, from what it depends on.
+_WALKS = """
+extern "C" __attribute__((visibility("default"))) void key_tiles(
+    int first_key, int q_len, int kv_len, int diagonal, int left, int right, int* found) {
+    cuflash::KeyWork work;
+    work.first_key = first_key, work.diagonal = diagonal;
+    work.q_len = q_len, work.kv_len = kv_len;
+    work.find_tiles(left, right);
+    found[0] = work.begin, found[1] = work.end;
+    found[2] = work.clean_begin, found[3] = work.clean_end;
+}
+extern "C" __attribute__((visibility("default"))) void query_tiles(
+    int first_row, int q_len, int kv_len, int diagonal, int left, int right, int* found) {
+    cuflash::QueryWork work;
+    work.first_row = first_row, work.diagonal = diagonal;
+    work.q_len = q_len, work.kv_len = kv_len;
+    work.find_tiles(left, right);
+    found[0] = work.begin, found[1] = work.end;
+    found[2] = work.clean_begin, found[3] = work.clean_end;
+}
+"""
+
+needs_cpp = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
+
+def library_of(spec: Specialisation) -> ctypes.CDLL:
+    """The kernels of a specialisation, compiled for the host."""
+    return ctypes.CDLL(str(_build(spec)))
+
+
+class EmulatedKernels:
+    """Stands for a loaded module, and for what queues its kernels."""
+
+    def __init__(self, spec: Specialisation) -> None:
+        self.library = library_of(spec)
+
+    def function(self, name: str) -> Any:
+        return getattr(self.library, f"{name}_run")
+
+
+def launcher(
+    kernel: Any, blocks: int, threads: int, shared_memory: int, changing: Struct, struct: bytes
+) -> Callable[..., None]:
+    assert shared_memory <= 227 << 10
+
+    def launch(*values: int) -> None:
+        given = changing.pack(*values) + struct[changing.size :]
+        kernel(blocks, threads, given, blocks + threads)
+
+    return launch
+
+
+@functools.cache
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="cuflash_emulated_"))
+
+
+@functools.cache
+def _build(spec: Specialisation) -> Path:
+    lines = spec.text().splitlines()
+    defines = "\n".join(line for line in lines if line.startswith("#define CONFIG_"))
+    config = dict(spec.config)
+    names = (spec.name, str(config["prepare"]), str(config["finish"]))
+    text = f'{defines}\n#include "common/ptx_ampere.cuh"\n#include "{spec.source}"\n'
+    text += _WALKS + "typedef long long i64_;" + "".join(_ENTRY.format(name=name) for name in names)
+    stem = _folder() / hashlib.sha256(text.encode()).hexdigest()[:16]
+    stem.with_suffix(".cpp").write_text(text)
+    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{HEADERS}"]
+    command += ["-fvisibility=hidden", "-fno-gnu-unique"]  # libraries share no names
+    command += [f"-I{source.root()}", str(stem.with_suffix(".cpp")), "-o", f"{stem}.so"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    return Path(f"{stem}.so")
+
+
+def run_emulated(
+    patch: pytest.MonkeyPatch, backward: HostBackward, device: str = "9.0", **options: Any
+) -> tuple[Array, Array, Array]:
+    """Gradients of a backward pass, in the memory that it has for them."""
+    given = backward.call.options | options | backward.arrays | backward.gradients
+    return emulated_backward(patch, device, **given)
+
+
+def emulated_backward(
+    patch: pytest.MonkeyPatch, device: str, **given: Any
+) -> tuple[Array, Array, Array]:
+    """`cuflash.attention_backward` by the kernels, which see arrays of the host as if they were the
+    device's.
+    """
+    patch.setattr(sm80.module, "load", lambda spec, device: EmulatedKernels(spec))
+    patch.setattr(sm80, "launcher", launcher)
+    patch.setattr(sm80, "_allocate", _Memory)
+    patch.setattr(sm80, "lengths_on_device", lambda lens: _on_device(np.asarray(lens, np.int64)))
+    arrays = {name: given.pop(name) for name in ("q", "k", "v", "dout", "out", "lse")}
+    for name in GRADIENTS:
+        like = arrays[name[1:]]
+        made = given.pop(name, None)
+        arrays[name] = poisoned(like.shape, like.dtype) if made is None else made
+    given |= {n: np.asarray(given[n]) for n in ("q_lens", "kv_lens") if given.get(n) is not None}
+    given |= {"kernel": "sm80", "backward": True, "device": device}
+    infos = {name: _described(name, array) for name, array in arrays.items()}
+    plan = cuflash.explain(**(given | infos))
+    operands = {name: _on_device(array) for name, array in arrays.items()}
+    lens = {name: given.get(name) for name in ("q_lens", "kv_lens")}
+    sm80.prepare(plan)(cast("BackwardOperands", SimpleNamespace(**operands, **lens)))
+    return arrays["dq"], arrays["dk"], arrays["dv"]
+
+
+def _described(name: str, array: Array) -> Any:
+    return dataclasses.replace(describe(name, array), device="cuda:0")
+
+
+def _on_device(array: Array) -> Any:
+    return SimpleNamespace(data=SimpleNamespace(ptr=array.ctypes.data), array=array)
+
+
+class _Memory:
+    """Workspace, full of NaN."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = np.full(size + 128, 0xFF, np.uint8)
+        self.ptr = -(-self._memory.ctypes.data // 128) * 128
