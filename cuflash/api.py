@@ -236,7 +236,7 @@ def explain(
     >>> explain(q, q, q, causal=True, device="7.5").family
     'standard'
     >>> explain(q, q, q, causal=True, device="9.0", backward=True).family
-    'standard'
+    'sm90'
     >>> explain(q, q, q, causal=True, device="9.0", recipe="f8").family
     'sm90_fp8'
     """
