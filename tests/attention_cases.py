@@ -182,7 +182,7 @@ def scale_of(options: Mapping[str, Any], head_dim: int) -> Any:
     return _NUMBERS_IN_WORDS[scale] if isinstance(scale, str) else scale
 
 
-def library_options(call: ForwardCall) -> dict[str, Any]:
+def keyword_options(call: ForwardCall) -> dict[str, Any]:
     """Keyword arguments of `cuflash.attention`, all but the arrays."""
     given: dict[str, Any] = {}
     for name, value in call.options.items():
@@ -316,7 +316,7 @@ def run(call: ForwardCall, backend: Backend, kernel: str) -> Outcome:
     arrays = backend.place(call.arrays)
     mask = dense_mask(call)
     array_options = {"q_lens": call.q_lens, "kv_lens": call.kv_lens, "mask": mask}
-    options = library_options(call) | {
+    options = keyword_options(call) | {
         name: backend.asarray(x) for name, x in array_options.items() if x is not None
     }
     rows = int(np.prod(call.out_shape[:-1]))

@@ -80,7 +80,7 @@ def run(call: ForwardCall, backend: Backend, kernel: str) -> Outcome:
     arrays = backend.place(call.arrays)
     mask = attention_cases.dense_mask(call)
     array_options = {"q_lens": call.q_lens, "kv_lens": call.kv_lens, "mask": mask}
-    options = attention_cases.library_options(call) | {
+    options = attention_cases.keyword_options(call) | {
         name: backend.asarray(x) for name, x in array_options.items() if x is not None
     }
     options["layout"] = "bshd"
@@ -149,7 +149,7 @@ def workspace_lifetime(case: Case, kernel: str) -> None:
     import cupy
 
     trial = BackwardTrial(case, CudaBackend(), kernel)
-    host, options = trial.call.arrays, attention_cases.library_options(trial.call)
+    host, options = trial.call.arrays, attention_cases.keyword_options(trial.call)
     ours, others = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     kept = []
     for _ in range(50):

@@ -246,3 +246,15 @@ def used_lengths(problem: Problem) -> dict[str, list[int]]:
         "q_lens": [problem.q_len, problem.q_len // 2 + 1],
         "kv_lens": [problem.kv_len - 500, problem.kv_len],
     }
+
+
+# Of which the standard family, with little memory, cuts one axis after another.
+CHUNKED = [
+    Problem(q_len=5, kv_len=40, batch=20, kv_heads=1, heads=2),  # batch entries
+    Problem(q_len=20, kv_len=40, batch=2, kv_heads=5, heads=10, options="causal"),  # heads
+    Problem(q_len=200, kv_len=129, options="causal", layout="bshd"),  # rows
+    Problem("bfloat16", q_len=150, kv_len=257, mask="bhqk", options="window"),
+    Problem("float32", q_len=257, kv_len=65, bias="1hqk", options="top-left"),
+    Problem("float32", q_len=65, kv_len=129, heads=8, kv_heads=1, mask="b11k", bias="q1"),
+    Problem(q_len=150, kv_len=20, options="causal", storage={"out": "stepped", "v": "reversed"}),
+]

@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
-from comparison import Array, score_size
+from comparison import Array, poisoned, score_size
 
+import cuflash
 from cuflash import check, oracle
 
 GRADIENTS = ("dq", "dk", "dv")
@@ -143,3 +144,21 @@ def _bhsd(array: Array, layout: str) -> Array:
     if layout == "bshd" and array.ndim >= 3:
         array = array.swapaxes(-3, -2)
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def differentiated(
+    dout: Array, q: Array, k: Array, v: Array, gradients: Any = None, **options: Any
+) -> tuple[Array, Array, Array]:
+    """Gradients by the library, whose forward pass gives `out` and LSE."""
+    out, lse = cuflash.attention(q, k, v, **options, return_lse=True)
+    return cuflash.attention_backward(dout, q, k, v, out, lse, **options, **(gradients or {}))
+
+
+def poisoned_gradients(*inputs: Array) -> dict[str, Array]:
+    """Memory for the gradients of q, k and v, full of NaN."""
+    shaped = zip(GRADIENTS, inputs, strict=True)
+    return {name: poisoned(array.shape, array.dtype) for name, array in shaped}
+
+
+def bits_of(gradients: tuple[Array, ...]) -> list[bytes]:
+    return [gradient.tobytes() for gradient in gradients]

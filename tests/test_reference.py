@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,41 +11,19 @@ import pytest
 from comparison import DTYPES, assert_attention, poisoned, values_of
 from hypothesis import given, settings
 from random_calls import Call, calls
+from tile_sizes import tile_sizes
 
 import cuflash
-from cuflash import dispatch, reference
+from cuflash import reference
 
 # (scores, keys) of a tile: the library's own, and so few that every problem takes several tiles.
 TILES = [(reference._TILE_SCORES, reference._TILE_KEYS), (96, 7)]
 BY_TILES = pytest.mark.parametrize("tiles", TILES, ids=["own tiles", "tiny tiles"])
 
 
-@contextmanager
-def tiles_of(scores: int, keys: int) -> Iterator[None]:
-    """Plan with other tile sizes; plans made before are forgotten, and these afterwards."""
-    dispatch._choose.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "_TILE_SCORES", scores)
-        patch.setattr(reference, "_TILE_KEYS", keys)
-        yield
-    dispatch._choose.cache_clear()
-
-
 @pytest.fixture(params=TILES, ids=["own tiles", "tiny tiles"])
 def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    with tiles_of(*request.param):
-        yield
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(0)
-
-
-@pytest.fixture
-def no_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with tile_sizes(reference, *request.param):
         yield
 
 
@@ -57,7 +34,7 @@ def no_warnings() -> Iterator[None]:
 @settings(deadline=None, max_examples=1000, print_blob=True)
 @given(call=calls())
 def test_any_call_agrees_with_the_oracle(tiles: tuple[int, int], call: Call) -> None:
-    with tiles_of(*tiles), warnings.catch_warnings():
+    with tile_sizes(reference, *tiles), warnings.catch_warnings():
         warnings.simplefilter("error")
         result = cuflash.attention(call.q, call.k, call.v, **call.options, **call.own)
     out, lse = result if call.own["return_lse"] else (result, None)
@@ -69,7 +46,7 @@ def test_any_call_agrees_with_the_oracle(tiles: tuple[int, int], call: Call) -> 
 def test_tiny_tiles_cut_rows_keys_and_heads() -> None:
     """Else the second run of the test above would show nothing."""
     q = np.zeros((1, 6, 40, 8), np.float32)
-    with tiles_of(*TILES[1]):
+    with tile_sizes(reference, *TILES[1]):
         tiling = cuflash.explain(q, q[:, :3], q[:, :3]).tiling
     assert tiling.q_rows < 40
     assert tiling.keys < 40
@@ -249,7 +226,7 @@ def test_tiles_do_not_change_the_answer(tile: tuple[int, int], rng: np.random.Ge
         "return_lse": True,
     }
     usual, usual_lse = cuflash.attention(q, k, v, **options)
-    with tiles_of(*tile):
+    with tile_sizes(reference, *tile):
         out, lse = cuflash.attention(q, k, v, **options)
     np.testing.assert_allclose(out, usual, rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(lse, usual_lse, rtol=1e-13)

@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 
 import pytest
-from sm90_protocol import Config, Fault, trial
+from sm90_block import Config, Fault
+from sm90_protocol import trial
 
 BOTH = (False, True)
 SIXTEEN = [

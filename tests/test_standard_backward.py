@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from backward_cases import host_backward, run_on_host
-from gpu_cases import OPTIONS, Problem, problems
+from gpu_cases import CHUNKED, OPTIONS, Problem, problems
 
 import cuflash
 from cuflash import ArrayInfo, dispatch
@@ -83,17 +83,6 @@ def several_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     dispatch._choose.cache_clear()
     yield chunks
     dispatch._choose.cache_clear()
-
-
-CHUNKED = [
-    Problem(q_len=5, kv_len=40, batch=20, kv_heads=1, heads=2),  # batch entries
-    Problem(q_len=20, kv_len=40, batch=2, kv_heads=5, heads=10, options="causal"),  # heads
-    Problem(q_len=200, kv_len=129, options="causal", layout="bshd"),  # rows
-    Problem("bfloat16", q_len=150, kv_len=257, mask="bhqk", options="window"),
-    Problem("float32", q_len=257, kv_len=65, bias="1hqk", options="top-left"),
-    Problem("float32", q_len=65, kv_len=129, heads=8, kv_heads=1, mask="b11k", bias="q1"),
-    Problem(q_len=150, kv_len=20, options="causal", storage={"out": "stepped", "v": "reversed"}),
-]
 
 
 @pytest.mark.parametrize("problem", CHUNKED, ids=str)
