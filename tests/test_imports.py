@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -214,7 +213,9 @@ print("CuPy" in str(cuflash.info()))
 
 
 def test_importing_is_quick() -> None:
-    """Processor time, NumPy's own import included; the first process fills the file cache."""
+    """Processor time, NumPy's own import included; the first process fills the file cache. What
+    else the machine does only adds to it, so the least counts.
+    """
     code = "import time; t = time.process_time(); import cuflash; print(time.process_time() - t)"
     seconds = [float(in_fresh_process(code)) for _ in range(6)][1:]
-    assert statistics.median(seconds) < 0.3, seconds
+    assert min(seconds) < 0.3, seconds
