@@ -14,6 +14,8 @@ Row = Mapping[str, Any]
 _MOST_PEERS = 3  # in a cell
 _MARK = "-"
 _STATIC_DIMS = (64, 128, 256)
+_WITH_PEERS = ("forward", "fp8")
+_SAID = ("cuflash", "NVRTC")  # with the environment
 
 
 def render(name: str, record: Mapping[str, Any]) -> str:
@@ -29,22 +31,23 @@ def render(name: str, record: Mapping[str, Any]) -> str:
     rows = record["benches"].get(name)
     if not rows:
         raise ValueError(f"table {name!r}: the record has no such bench")
-    return "\n\n".join([_origin(record), *TABLES[name](rows)]) + "\n"
+    return "\n\n".join([_origin(name, record), *TABLES[name](rows)]) + "\n"
 
 
-def _origin(record: Mapping[str, Any]) -> str:
+def _origin(name: str, record: Mapping[str, Any]) -> str:
+    """Device, versions, date and command; beside peers, their versions and the run's ceilings."""
     environment = record["environment"]
     devices = [name for name in environment["devices"] if name != "CPU"] or ["CPU"]
     parts = [
         devices[0],
         f"CUDA {environment['cuda']}" if environment["cuda"] != "none" else "",
         f"CuPy {environment['cupy']}, NumPy {environment['numpy']}",
-        *(f"{name} {version}" for name, version in record["versions"].items() if name != "cuflash"),
-        *_ceilings(record["ceilings"]),
-        record["date"],
-        f"`{record['command']}`",
     ]
-    return "; ".join(filter(None, parts)) + "."
+    if name in _WITH_PEERS:
+        versions = record["versions"].items()
+        parts += [f"{peer} {version}" for peer, version in versions if peer not in _SAID]
+        parts += _ceilings(record["ceilings"])
+    return "; ".join(filter(None, [*parts, record["date"], f"`{record['command']}`"])) + "."
 
 
 def _ceilings(found: Mapping[str, Any]) -> list[str]:
@@ -210,7 +213,10 @@ def _memory(rows: Sequence[Row]) -> list[str]:
 
     def cell(name: str, seq: int) -> str:
         row = found.get((name, seq))
-        return _MARK if row is None else f"{row['ms']:.3g} ms, {row['bytes'] / 1e6:.4g} MB"
+        if row is None:
+            return _MARK
+        digits = "#.3g" if row["ms"] < 100 else ",.0f"
+        return f"{row['ms']:{digits}} ms, {row['bytes'] / 1e6:,.4g} MB"
 
     lines = [(f"{seq:,}", *(cell(name, seq) for name in names)) for seq in lengths]
     notes = [

@@ -29,7 +29,11 @@ _LONG = 2048  # query rows from which causal masks and windows are worth cutting
 _BLOCKS = 8  # blocks of rows: causal then computes 9/16 of the scores instead of all
 _MAX_MATRICES = 32768  # products of one cuBLAS call
 _MAX_LENGTH = 1 << 30  # the softmax kernel counts the columns of a row in 32 bits
-_THREADS = 256
+_THREADS = 256  # of a block
+# Longer rows have larger blocks, so that fewer are in flight: each is read twice, and the second
+# time an L2 of 50 MB should have it.
+_LONG_ROW = 8192  # keys
+_THREADS_LONG_ROW = 1024
 _UNBOUNDED = 1 << 62
 _CPP_TYPE = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
@@ -161,7 +165,8 @@ class _Call:
         arguments["first_entry"], arguments["all_rows"] = entries.start, matrices * stacked
 
         cublas.scores(q, k, scores, spec.scale, self.dtype)
-        self.softmax_rows((matrices * stacked,), (_THREADS,), packed)
+        threads = _THREADS_LONG_ROW if n_keys > _LONG_ROW else _THREADS
+        self.softmax_rows((matrices * stacked,), (threads,), packed)
         cublas.weighted_sums(weights, v, sums, self.dtype)
         rows_of_block = _THREADS // 32  # one warp each
         self.store_rows((-(-matrices * stacked // rows_of_block),), (_THREADS,), packed)
