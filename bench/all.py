@@ -8,7 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from . import columns, compile_time, forward, fp8, host, io, memory, options, quantize, static
+from . import (
+    backward,
+    columns,
+    compile_time,
+    forward,
+    fp8,
+    host,
+    io,
+    memory,
+    options,
+    quantize,
+    static,
+)
 from .race import Pace
 from .session import Session
 from .shapes import select
@@ -58,7 +70,8 @@ def steps(
     recipes = columns.RECIPES[:2]
     return [
         ("host", 20, lambda: host.measure(run_, rounds=21)),
-        ("forward", 250, lambda: forward.measure(run_, lists, peers)),
+        ("forward", 200, lambda: forward.measure(run_, lists, peers)),
+        ("backward", 70, lambda: backward.measure(run_, [("paper", select("paper"))])),
         ("fp8", 50, lambda: fp8.measure(run_, select("fp8"), recipes)),
         ("quantize", 45, lambda: quantize.measure(run_, select("fp8"), recipes)),
         ("memory", 45, lambda: memory.measure(run_)),

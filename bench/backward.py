@@ -49,8 +49,7 @@ def measure(
 ) -> None:
     """Measure problems of named lists beside peers, all where left out.
 
-    FLOPs are counted as 2.5 times those of the forward pass. Nothing is judged here: the tests for
-    a GPU do.
+    FLOPs are counted as 2.5 times those of the forward pass.
     """
     if not run_.needs_gpu("backward"):
         return
@@ -61,5 +60,15 @@ def measure(
         if columns.OURS in team.absent:
             raise RuntimeError(f"cuflash itself: {team.absent[columns.OURS]}")
         for label, some in problems:
-            rows = run_.race("backward", some, team, (columns.OURS,), {}, list=label)
-            session.print_summary(rows, columns.OURS)
+            for dtype in dict.fromkeys(problem.dtype for problem in some):
+                rows = run_.race(
+                    "backward",
+                    [problem for problem in some if problem.dtype == dtype],
+                    team,
+                    (columns.OURS,),
+                    dict.fromkeys(team.specs, f"gradients {dtype}"),
+                    gradients=True,
+                    list=label,
+                )
+                for name in columns.OURS_BACKWARD:
+                    session.print_summary(rows, name, columns.OURS_BACKWARD)

@@ -56,7 +56,8 @@ def _torch_backward(backend: str) -> Spec:
     return Spec(f"{_PEERS}.torch_backward", options={"backend": backend})
 
 
-# Of the backward pass of 16 bits.
+# Of the backward pass of 16 bits; some are ours.
+OURS_BACKWARD = (OURS, "deterministic", "sm80")
 BACKWARD_PEERS = {
     "torch-cudnn": _torch_backward("CUDNN_ATTENTION"),
     "torch-flash": _torch_backward("FLASH_ATTENTION"),

@@ -17,7 +17,11 @@ from .results import load
 LOSS = 0.03  # of speed to the peer, above which a group has lost
 _SHAPE = ("list", "dtype", "batch", "q_heads", "kv_heads", "q_len", "kv_len", "dim", "causal")
 _GROUP = ("list", "dtype", "dim", "causal")
-_OURS = {"forward": (columns.OURS,), "fp8": columns.RECIPES}
+_OURS = {
+    "forward": (columns.OURS,),
+    "backward": columns.OURS_BACKWARD,
+    "fp8": columns.RECIPES,
+}
 _REFERENCES = (*columns.PEERS, *columns.CPU_PEERS)
 
 

@@ -23,11 +23,13 @@ def random_inputs(xp: Any, problem: Problem, seed: int) -> tuple[Any, Any, Any]:
     """q, k and v: normal values of mean 0 and deviation 1, as arrays of NumPy or CuPy."""
     source = xp.random.RandomState(seed)
     shapes = (problem.q_shape, problem.kv_shape, problem.kv_shape)
-    q, k, v = (_normal(xp, source, shape, dtype_of(problem.dtype)) for shape in shapes)
+    q, k, v = (normal(xp, source, shape, problem.dtype) for shape in shapes)
     return q, k, v
 
 
-def _normal(xp: Any, source: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+def normal(xp: Any, source: Any, shape: tuple[int, ...], dtype_name: str) -> Any:
+    """Normal values of mean 0 and deviation 1 from a `RandomState`."""
+    dtype = dtype_of(dtype_name)
     array = xp.empty(shape, dtype)
     bits = array.reshape(-1).view(_bits(dtype))
     for start in range(0, bits.size, _CHUNK):

@@ -218,6 +218,7 @@ _FIGURES: dict[
 ] = {
     "speed": ("forward", _of_paper, _speed),
     "error": ("forward", _with_errors, _error),
+    "backward": ("backward", _of_paper, _speed),
     "fp8": ("fp8", _of_fp8, _speed),
     "io": ("io", list, _io),
     "growth": ("memory", _with_bytes, _growth),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from . import samples, stats
+from . import gradient_samples, samples, stats
 from .columns import JUDGE
 from .processes import PREPARE_S, WINDOW_S, Failed, Process, Team
 from .shapes import Problem
@@ -39,6 +39,7 @@ def run(
     flush_below: int = 0,
     seed: int = 1,
     keep: bool = False,
+    gradients: bool = False,
 ) -> dict[str, Any]:
     """Measure one problem.
 
@@ -58,6 +59,8 @@ def run(
         Of inputs, of what is sampled, and of the order.
     keep : bool
         Leave the problem with the processes, to ask them for more.
+    gradients : bool
+        Results are dq, dk and dv, each judged.
 
     Returns
     -------
@@ -84,7 +87,7 @@ def run(
         if found and not _has_failed(column[name]):
             column[name]["ms"], column[name]["spread"] = stats.median_and_spread(found)
             column[name]["rounds"] = len(found)
-    _judge(problem, running, team, column, digests, judged, seed)
+    _judge(problem, running, team, column, digests, judged, seed, gradients)
     for name, process in () if keep else running.items():
         _try(name, team, column, partial(process.ask, "release", WINDOW_S))
     return {**problem.to_dict(), "flushed": flush, "columns": column}
@@ -147,6 +150,7 @@ def _judge(
     digests: Mapping[str, str],
     judged: Mapping[str, str],
     seed: int,
+    gradients: bool,
 ) -> None:
     asked = [name for name in running if name in judged]
     if not asked:
@@ -159,7 +163,7 @@ def _judge(
             JUDGE, team, of_judge,
             partial(
                 judge.ask, "exact", PREPARE_S,
-                problem=problem.to_dict(), seed=seed, samples=as_lists,
+                problem=problem.to_dict(), seed=seed, samples=as_lists, gradients=gradients,
             ),
         )  # fmt: skip
     for name in asked:
@@ -178,10 +182,27 @@ def _judge(
             if rows is None:
                 del running[name]
                 continue
-            error, worst = samples.error_of(unpack(rows), unpack(exact["rows"]))
-            entry["error"] = error if error < float("inf") else None
-            if not samples.is_right(error, worst, judged[name]):
-                entry["wrong"] = f"relative L2 error {error:.2g}, {worst:.2g} in one row"
+            _compare(entry, unpack(rows), unpack(exact["rows"]), judged[name], gradients)
+
+
+def _compare(
+    entry: dict[str, Any], found: samples.Array, exact: samples.Array, kind: str, gradients: bool
+) -> None:
+    """The error of a result, or of each gradient and the largest of them, and what is wrong."""
+    if not gradients:
+        found, exact = found[None], exact[None]
+    names = gradient_samples.NAMES if gradients else ("",)
+    errors: dict[str, float | None] = {}
+    for name, some, right in zip(names, found, exact, strict=True):
+        error, worst = samples.error_of(some, right)
+        errors[name] = error if error < float("inf") else None
+        if not samples.is_right(error, worst, kind):
+            text = f"relative L2 error {error:.2g}, {worst:.2g} in one row"
+            entry.setdefault("wrong", f"{name}: {text}" if name else text)
+    known = [error for error in errors.values() if error is not None]
+    entry["error"] = max(known) if len(known) == len(errors) else None
+    if gradients:
+        entry["errors"] = errors
 
 
 def _try(

@@ -69,6 +69,7 @@ class Session:
         team: Team,
         ours: Iterable[str],
         judged: Mapping[str, str],
+        gradients: bool = False,
         **labels: Any,
     ) -> list[dict[str, Any]]:
         """Measure problems, print a line each, and keep them with `labels`; those that the time
@@ -84,7 +85,13 @@ class Session:
             row = {
                 **labels,
                 **race.run(
-                    problem, names, team, self.pace, judged=judged, flush_below=self.flush_below
+                    problem,
+                    names,
+                    team,
+                    self.pace,
+                    judged=judged,
+                    flush_below=self.flush_below,
+                    gradients=gradients,
                 ),
             }
             add_rates(row, problem, self.results.data["ceilings"], judged)
@@ -154,9 +161,12 @@ def ratios(rows: Iterable[Mapping[str, Any]], ours: str, peers: Iterable[str]) -
     return found
 
 
-def print_summary(rows: Sequence[Mapping[str, Any]], ours: str) -> None:
+def print_summary(
+    rows: Sequence[Mapping[str, Any]], ours: str, also_ours: Sequence[str] = ()
+) -> None:
     """Geometric means of the ratios to each peer, and to the best of them."""
-    names = list(dict.fromkeys(name for row in rows for name in row["columns"] if name != ours))
+    found_names = dict.fromkeys(name for row in rows for name in row["columns"])
+    names = [name for name in found_names if name not in (ours, *also_ours)]
     shown = {name: (name,) for name in names}
     if len(names) > 1:
         shown["the best"] = tuple(names)

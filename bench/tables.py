@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 _MOST_PEERS = 3  # in a cell
 _MARK = "-"
 _STATIC_DIMS = (64, 128, 256)
-_WITH_PEERS = ("forward", "fp8")
+_WITH_PEERS = ("forward", "backward", "fp8")
 _SAID = ("cuflash", "NVRTC")  # with the environment
 
 
@@ -72,6 +72,21 @@ def _fp8(rows: Sequence[Row]) -> list[str]:
         mine = [row for row in rows if row["list"] == name]
         ours = [recipe for recipe in columns.RECIPES if recipe in mine[0]["columns"]]
         parts += _speeds(mine, f"`{name}`, 8 bits", ours)
+    return parts
+
+
+def _backward(rows: Sequence[Row]) -> list[str]:
+    parts = []
+    for name, dtype in dict.fromkeys((row["list"], row["dtype"]) for row in rows):
+        mine = [row for row in rows if (row["list"], row["dtype"]) == (name, dtype)]
+        ours = [name for name in columns.OURS_BACKWARD if name in mine[0]["columns"]]
+        parts += _speeds(mine, f"`{name}`, {dtype}, backward", ours)
+        slower = ratios(mine, columns.OURS, ["deterministic"])
+        if slower:
+            parts.append(
+                f"A fixed order of sums takes {statistics.geometric_mean(slower):.2f} of the time "
+                f"in the geometric mean, {min(slower):.2f} to {max(slower):.2f}."
+            )
     return parts
 
 
@@ -284,6 +299,7 @@ def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 TABLES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "forward": _forward,
+    "backward": _backward,
     "fp8": _fp8,
     "quantize": _quantize,
     "host": _host,

@@ -16,14 +16,16 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import numpy as np
 
+from . import gradient_samples
 from .inputs import digest, random_inputs
 from .peak import peak_bytes
 from .peers import Prepared, Unsupported
-from .samples import Sample, exact_rows, rows_of
+from .samples import Array, Sample, exact_rows, rows_of
 from .shapes import Problem
 from .stopwatch import CpuStopwatch, GpuStopwatch, Stopwatch
 
@@ -33,6 +35,7 @@ class Worker:
 
     def __init__(self, module: Any, place: str, options: dict[str, Any]) -> None:
         self._module, self._options = module, options
+        self._problem: Problem | None = None
         self._prepared: Prepared | None = None
         self._estimate = 0.0
         self._stopwatch: Stopwatch
@@ -55,7 +58,7 @@ class Worker:
         prepared = self._module.make(given, *inputs, **self._options)
         prepared.call()  # compiles, or loads
         self._wait()
-        self._prepared, self._estimate = prepared, 0.0
+        self._problem, self._prepared, self._estimate = given, prepared, 0.0
         return {"digest": found, "note": prepared.note, "work": prepared.work}
 
     def window(self, settle_ms: float, window_ms: float, flush: bool) -> float:
@@ -81,11 +84,18 @@ class Worker:
         assert self._prepared is not None
         if self._prepared.result is None:
             raise ValueError("there is no result to judge")
-        return pack(rows_of(self._xp, self._prepared.result(), _unpacked_samples(samples)))
+        result, chosen = self._prepared.result(), _unpacked_samples(samples)
+        if isinstance(result, tuple):
+            assert self._problem is not None
+            return pack(gradient_samples.found_rows(self._xp, self._problem, result, chosen))
+        return pack(rows_of(self._xp, result, chosen))
 
-    def exact(self, problem: dict[str, Any], seed: int, samples: list[Any]) -> dict[str, Any]:
+    def exact(
+        self, problem: dict[str, Any], seed: int, samples: list[Any], gradients: bool = False
+    ) -> dict[str, Any]:
         """The same rows in float64, and a digest of the inputs that they are of."""
-        answer = self._exact(Problem(**problem), seed, _unpacked_samples(samples))
+        known = gradient_samples.exact_rows if gradients else exact_rows
+        answer = self._exact(known, Problem(**problem), seed, _unpacked_samples(samples))
         self.release()
         return answer
 
@@ -110,9 +120,11 @@ class Worker:
             return False
         return True
 
-    def _exact(self, problem: Problem, seed: int, samples: list[Sample]) -> dict[str, Any]:
+    def _exact(
+        self, known: Callable[..., Array], problem: Problem, seed: int, samples: list[Sample]
+    ) -> dict[str, Any]:
         inputs = random_inputs(self._xp, problem, seed)
-        rows = exact_rows(self._xp, problem, *inputs, samples)
+        rows = known(self._xp, problem, *inputs, samples)
         return {"digest": digest(self._xp, inputs), "rows": pack(rows)}
 
     def _call(self) -> Any:

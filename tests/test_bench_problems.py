@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from bench import samples, shapes, stats
+from bench import gradient_samples, samples, shapes, stats
 from bench.inputs import digest, dtype_of, random_inputs
 from bench.peers import blas, ours
 from bench.samples import Sample
@@ -116,6 +116,30 @@ def test_exact_rows_are_those_of_the_oracle(problem: Problem) -> None:
     assert samples.is_right(
         *samples.error_of(samples.rows_of(np, exact, chosen), found), problem.dtype
     )
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        SMALL,
+        Problem(2, 6, 2, 33, 45, 8, "float16", causal=True),
+        Problem(1, 2, 1, 1500, 40, 16, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_exact_rows_of_gradients_are_those_of_the_oracle(problem: Problem) -> None:
+    inputs = random_inputs(np, problem, 5)
+    dout = gradient_samples.random_dout(np, problem)
+    exact = oracle.gradients(dout, *inputs, causal=problem.causal)
+    chosen = samples.choose(problem, 7)
+    expected = gradient_samples.found_rows(np, problem, exact, chosen)
+    found = gradient_samples.exact_rows(np, problem, *inputs, chosen)
+    for name, one, other in zip(gradient_samples.NAMES, found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=name)
+    wrong = [gradient.copy() for gradient in exact]
+    wrong[1][:, -1] *= 1.1
+    of_dk = gradient_samples.found_rows(np, problem, wrong, chosen)[1]
+    assert not samples.is_right(*samples.error_of(of_dk, found[1]), "gradients float16")
 
 
 def test_samples_have_the_corners_and_others() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import cuflash
 
+from ..gradient_samples import random_dout
 from ..shapes import Problem
 from . import Prepared
 from .ours import poisoned_like, versions
@@ -16,8 +17,10 @@ __all__ = ["make", "versions"]
 def make(
     problem: Problem, q: Any, k: Any, v: Any, kernel: str = "auto", deterministic: bool = False
 ) -> Prepared:
-    """`attention_backward` of q as the gradient, into memory that is reused."""
-    causal = problem.causal
+    """`attention_backward` into memory that is reused, full of NaN at first."""
+    import cupy
+
+    causal, dout = problem.causal, random_dout(cupy, problem)
     out, lse = cuflash.attention(q, k, v, causal=causal, return_lse=True)
     options: dict[str, Any] = {"causal": causal, "kernel": kernel, "deterministic": deterministic}
     gradients = {
@@ -27,7 +30,11 @@ def make(
     name = plan.tiling.launch.module.name if plan.tiling.launch else plan.family
 
     def call() -> Any:
-        return cuflash.attention_backward(q, q, k, v, out, lse, **options, **gradients)
+        return cuflash.attention_backward(dout, q, k, v, out, lse, **options, **gradients)
 
     held = sum(array.nbytes for array in gradients.values())
-    return Prepared(call, note=name, work={"flops": 2.5 * problem.flops}, held=held)
+
+    def result() -> Any:
+        return tuple(gradients.values())
+
+    return Prepared(call, result, note=name, work={"flops": 2.5 * problem.flops}, held=held)
