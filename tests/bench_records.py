@@ -69,6 +69,18 @@ def everything() -> dict[str, Any]:
         )
         for problem in select("fp8")
     ]  # fmt: skip
+    backward = [
+        row(
+            problem,
+            {
+                "cuflash": problem.flops / 200e9,
+                "deterministic": problem.flops / 180e9,
+                "torch-cudnn": problem.flops / 180e9,
+                "torch-flash": problem.flops / 100e9,
+            },
+        )
+        for problem in select("paper", dims=(64,))
+    ]
     quantize = [
         {
             **row(problem, {"copy": 0.3, "quantise f8": 0.4}, list="fp8"),
@@ -109,6 +121,6 @@ def everything() -> dict[str, Any]:
         row(problem, {"cuflash": 0.1, "fa3": 0.2}, list="decode") for problem in select("decode")
     ]
     return record(
-        forward=forward() + decode, fp8=fp8, quantize=quantize, memory=memory, io=io,
+        forward=forward() + decode, backward=backward, fp8=fp8, quantize=quantize, memory=memory, io=io,
         static=static, compile=compiled, host=[{"call": "cuflash", "us": 11.6, "spread": 0.02}],
     )  # fmt: skip

@@ -54,7 +54,7 @@ def gradient_errors(
     (_, heads, q_len, _), (_, kv_heads, kv_len, _) = (
         _bhsd(a, options.get("layout", "bhsd")).shape for a in (q, k)
     )
-    for name, like, got, want, (rounded, summed) in zip(
+    for name, like, got, want, (rounded, summed, met) in zip(
         GRADIENTS, (q, k, v), gradients, exact, sizes, strict=True
     ):
         # Equal terms, as of a broadcast dout, round alike: n of them may lose n unit roundoffs.
@@ -63,7 +63,9 @@ def gradient_errors(
         assert got.shape == like.shape
         assert got.dtype == like.dtype
         assert not np.any(got[summed == 0]), f"{name} is not 0 where nothing contributes"
-        tolerance = _ROUNDINGS[dtype] * rounded + accumulated * summed + _SMALLEST[dtype]
+        # Weights and their gradients are rounded too, and below the smallest number to nothing.
+        smallest = _SMALLEST[dtype] * (1 + met / 2)
+        tolerance = _ROUNDINGS[dtype] * rounded + accumulated * summed + smallest
         error = np.abs(got.astype(np.float64) - want)
         assert not np.isnan(error).any(), f"{name} is NaN"
         found[name] = float((error / tolerance).max(initial=0.0))
@@ -72,9 +74,10 @@ def gradient_errors(
 
 def _sizes(
     dout: Array, q: Array, k: Array, v: Array, options: dict[str, Any]
-) -> list[tuple[Array, Array]]:
-    """Sums of the sizes of all terms of each gradient, which rounding errors scale with; and the
-    same without the derivative of softcap, ``1 - tanh**2``, whose error does not shrink with it.
+) -> list[tuple[Array, Array, Array]]:
+    """Sums of the sizes of all terms of each gradient, which rounding errors scale with; the same
+    without the derivative of softcap, ``1 - tanh**2``, whose error does not shrink with it; and the
+    sums where every pair that has a weight has a gradient of 1.
     """
     layout = options.get("layout", "bhsd")
     rows, queries, keys, values = (_finite(_bhsd(a, layout)) for a in (dout, q, k, v))
@@ -88,6 +91,7 @@ def _sizes(
     delta = (rows * (weights @ repeated_values)).sum(-1, keepdims=True)
     plain = weights * (by_weight + delta) * factor
     sloped = plain * _slopes(q, k, max(group, 1), factor, options)
+    some = (weights > 0).astype(np.float64)
 
     def of_keys(per_head: Array) -> Array:
         batch, heads, length, dim = per_head.shape
@@ -97,14 +101,14 @@ def _sizes(
 
     found = []
     for like, sums in (
-        (q, [s @ repeated_keys for s in (sloped, plain)]),
-        (k, [of_keys(s.swapaxes(-1, -2) @ queries) for s in (sloped, plain)]),
-        (v, 2 * [of_keys(weights.swapaxes(-1, -2) @ rows)]),
+        (q, [s @ repeated_keys for s in (sloped, plain, some * factor)]),
+        (k, [of_keys(s.swapaxes(-1, -2) @ queries) for s in (sloped, plain, some * factor)]),
+        (v, [of_keys(s.swapaxes(-1, -2) @ rows) for s in (weights, weights, some)]),
     ):
         swapped = layout == "bshd" and like.ndim >= 3
         given = [s.swapaxes(1, 2) if swapped else s for s in sums]
-        rounded, summed = (s.reshape(like.shape) for s in given)
-        found.append((rounded, summed))
+        rounded, summed, met = (s.reshape(like.shape) for s in given)
+        found.append((rounded, summed, met))
     return found
 
 

@@ -287,7 +287,7 @@ def test_a_whole_run_has_every_bench_and_says_which_peer_it_leaves_out() -> None
     run_ = session()
     names = [name for name, _, _ in everything.steps(run_, None)]
     assert names == [
-        "host", "forward", "fp8", "quantize", "memory", "io", "static", "compile"
+        *("host", "forward", "backward", "fp8", "quantize", "memory", "io", "static", "compile")
     ]  # fmt: skip
     run_.place = "cuda"
     everything.steps(run_, None)
@@ -299,6 +299,7 @@ def test_columns_are_of_modules_that_exist() -> None:
     specs = [
         *columns.forward("auto", "cuda", columns.PEERS).values(),
         *columns.forward("auto", "cpu", columns.CPU_PEERS).values(),
+        *columns.backward("auto", columns.BACKWARD_PEERS).values(),
         *columns.fp8(columns.RECIPES, columns.FP8_PEERS).values(),
         *columns.quantize(columns.RECIPES).values(),
         *columns.CEILINGS.values(),
