@@ -121,6 +121,6 @@ def everything() -> dict[str, Any]:
         row(problem, {"cuflash": 0.1, "fa3": 0.2}, list="decode") for problem in select("decode")
     ]
     return record(
-        forward=forward() + decode, backward=backward, fp8=fp8, quantize=quantize, memory=memory, io=io,
-        static=static, compile=compiled, host=[{"call": "cuflash", "us": 11.6, "spread": 0.02}],
+        forward=forward() + decode, backward=backward, fp8=fp8, quantize=quantize, memory=memory,
+        io=io, static=static, compile=compiled, host=[{"call": "cuflash", "us": 11.6, "spread": 0.02}],
     )  # fmt: skip

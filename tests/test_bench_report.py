@@ -150,7 +150,8 @@ def test_figures_are_drawn_from_their_file_alone(readme: Path) -> None:
     file = write(readme.parent, everything())
     assert cli.main(["report", "--json", str(file), "--readme", str(readme)]) == 0
     drawn = {path.name for path in file.parent.glob("*.svg")}
-    assert drawn == {f"run-{name}.svg" for name in ("speed", "error", "fp8", "io", "growth")}
+    figures = ("speed", "error", "backward", "fp8", "io", "growth")
+    assert drawn == {f"run-{name}.svg" for name in figures}
     linked = re.findall(r"\]\((\S+\.svg)\)", readme.read_text())
     assert {Path(link).name for link in linked} == drawn
     speed = (file.parent / "run-speed.svg").read_text()
