@@ -122,5 +122,6 @@ def everything() -> dict[str, Any]:
     ]
     return record(
         forward=forward() + decode, backward=backward, fp8=fp8, quantize=quantize, memory=memory,
-        io=io, static=static, compile=compiled, host=[{"call": "cuflash", "us": 11.6, "spread": 0.02}],
+        io=io, static=static, compile=compiled,
+        host=[{"call": "cuflash", "us": 11.6, "spread": 0.02}],
     )  # fmt: skip

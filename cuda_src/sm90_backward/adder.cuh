@@ -34,15 +34,14 @@ struct Adder {
             add_floats(a.sums + (share * Config::DQ_CHUNKS + chunk) * (Shared::DQ / 4), base + Shared::dq + buffer * Shared::DQ,
                        Shared::DQ);
             commit_stores();
-            if (Config::ORDERED && chunk == Config::DQ_CHUNKS - 1) {
-                wait_stores();
-                fence_async_everywhere();
-                add_release(counter(share), 1);
-            } else {
-                wait_stores_read();
-            }
+            wait_stores_read();
             barrier_arrive(base + Shared::dq_empty + 8 * buffer);
             place.next();
+        }
+        if (Config::ORDERED) {
+            wait_stores();
+            fence_async_everywhere();
+            add_release(counter(share), 1);
         }
     }
 

@@ -94,22 +94,18 @@ struct Consumer : Warpgroup {
             if (work.begin < work.end) {
                 clear_dead_keys(work);
                 walk(work, [&](auto hidden, const Sight& sight, int tile) { step(hidden, sight, tile, dk, dv); });
-                fence_async();
-                announce_dq();
-                meet(ALL, THREADS);  // K is every warpgroup's
             }
-            round(dv, 1.f, base + Shared::v);
-            round(dk, a.scale, base + Shared::k);
+            leave_keys_and_values();
+            round(dv, 1.f, staged_values());
+            round(dk, a.scale, staged_keys());
             fence_async();
             works.read(work, base);
             works.release(base);
             meet(ONE + group, 128);
             if (is_leader()) {
-                store<Config::DV>(a.dv, base + Shared::v, work);
-                store<Config::D>(a.dk, base + Shared::k, work);
+                store<Config::DV>(a.dv, staged_values(), work);
+                store<Config::D>(a.dk, staged_keys(), work);
                 commit_stores();
-                wait_stores_read();
-                barrier_arrive(base + Shared::kv_empty);
             }
             more = works.next(work, base);  // here: asked for in the condition, it takes registers
         }

@@ -134,10 +134,8 @@ struct Consumer : Warpgroup {
             if (work.begin < work.end) {
                 clear_dead_keys(work);
                 walk(work, [&](auto hidden, const Sight& sight, int tile) { step(hidden, sight, tile, sums); });
-                fence_async();
-                announce_dq();
-                meet(ALL, THREADS);  // K is every warpgroup's
             }
+            leave_keys_and_values();
             round(sums, factor, to);
             fence_async();
             works.read(work, base);
@@ -146,8 +144,6 @@ struct Consumer : Warpgroup {
             if (is_leader()) {
                 store<2 * COUNT>(map, to, work);
                 commit_stores();
-                wait_stores_read();
-                barrier_arrive(base + Shared::kv_empty);
             }
             more = works.next(work, base);  // here: asked for in the condition, it takes registers
         }
@@ -156,12 +152,12 @@ struct Consumer : Warpgroup {
 
     __device__ __forceinline__ void run() {
         if (group == 0) {
-            run<Config::DV / 2>(a.dv, base + Shared::v, 1.f, [&](auto hidden, const Sight& sight, int tile, ValueSums& dv) {
+            run<Config::DV / 2>(a.dv, staged_values(), 1.f, [&](auto hidden, const Sight& sight, int tile, ValueSums& dv) {
                 step_of_values<decltype(hidden)::value>(sight, tile, dv);
             });
         } else {
             announce(WEIGHTS_READ, THREADS);
-            run<Config::D / 2>(a.dk, base + Shared::k, a.scale,
+            run<Config::D / 2>(a.dk, staged_keys(), a.scale,
                                [&](auto, const Sight&, int, KeySums& dk) { step_of_keys(dk); });
         }
     }

@@ -137,10 +137,30 @@ struct Warpgroup {
         meet(ALL, THREADS);
     }
 
-    // Sums of this warpgroup's keys to 16 bits, in the place of K or V.
+    // Where sums of this warpgroup's 64 keys are before they are copied to global memory: in places that are idle between two
+    // pieces of work, so that K and V of the next can be fetched meanwhile.
+    template <int COUNT>
+    __device__ __forceinline__ u32 staged(u32 first) const {
+        static_assert(Shared::scores + Config::BN * Config::DV * 2 <= Shared::dq, "dV in the place of dS and weights");
+        static_assert(Shared::dq + Config::BN * Config::D * 2 <= Shared::lse, "dK in the place of dQ");
+        return base + first + (Config::PARTED ? 0 : group * 64 * 4 * COUNT);
+    }
+    __device__ __forceinline__ u32 staged_values() const { return staged<Config::DV / 2>(Shared::scores); }
+    __device__ __forceinline__ u32 staged_keys() const { return staged<Config::D / 2>(Shared::dq); }
+
+    // Until all that was handed over has left its place, which the last has after all before it.
+    __device__ __forceinline__ void await_free_dq() const {
+        const bool wraps = dq_place.slot == 0;
+        const u32 last = wraps ? Config::DQ_STAGES - 1 : dq_place.slot - 1, parity = wraps ? dq_place.parity : dq_place.parity ^ 1;
+#pragma unroll
+        for (int g = 0; g < Config::GROUPS; ++g)
+            barrier_wait(base + Shared::dq_empty + 8 * (g * Config::DQ_STAGES + last), parity);
+    }
+
+    // Sums of this warpgroup's keys to 16 bits.
     template <int COUNT>
     __device__ __forceinline__ void round(const float (&sums)[COUNT], float factor, u32 to) const {
-        const int thread = thread_index(), lane = thread % 32, row = first_line() + 16 * (thread / 32 % 4) + lane % 16;
+        const int thread = thread_index(), lane = thread % 32, row = 16 * (thread / 32 % 4) + lane % 16;
         constexpr int STEPS = Config::PANEL / 16;
 #pragma unroll
         for (int step = 0; step < COUNT / 8; ++step) {
@@ -152,7 +172,7 @@ struct Warpgroup {
                                      pack(x[i + 6] * factor, x[i + 7] * factor, Config::Element())};
             const int unit = step % STEPS * 2 + lane / 16;
             const int swizzled = Config::ROW == 128 ? unit ^ (row % 8) : unit ^ (row / 2 % 4);
-            store_matrices(to + (step / STEPS * Config::BN + row) * Config::ROW + 16 * swizzled, matrices);
+            store_matrices(to + (step / STEPS * 64 + row) * Config::ROW + 16 * swizzled, matrices);
         }
     }
     // By one thread.
@@ -160,7 +180,7 @@ struct Warpgroup {
     __device__ __forceinline__ void store(const TensorMap& map, u32 from, const Work& work) const {
 #pragma unroll
         for (int panel = 0; panel < WIDTH / Config::PANEL; ++panel)
-            store_box(map, from + (panel * Config::BN + first_line()) * Config::ROW, panel * Config::PANEL, work.kv_head,
+            store_box(map, from + panel * 64 * Config::ROW, panel * Config::PANEL, work.kv_head,
                       work.tile * Config::BN + first_line(), work.entry);
     }
 
@@ -170,10 +190,21 @@ struct Warpgroup {
         for (int i = 0; i < COUNT; ++i) sums[i] = 0.f;
     }
 
+    // And until the sums of the work before have left the places where they were staged.
     __device__ __forceinline__ void await_keys_and_values() {
         barrier_wait(base + Shared::k_full, kv_parity);
         barrier_wait(base + Shared::v_full, kv_parity);
         kv_parity ^= 1;
+        if (is_leader()) wait_stores_read();
+        meet(ALL, THREADS);
+    }
+    // After the last product of a piece of work: K and V are every warpgroup's, and dS is.
+    __device__ __forceinline__ void leave_keys_and_values() {
+        fence_async();
+        announce_dq();
+        meet(ALL, THREADS);
+        release(base + Shared::kv_empty);
+        await_free_dq();
     }
 
     // `step(hidden, sight, tile)` for each tile of queries of each head; `hidden` says in its type whether some pair is.

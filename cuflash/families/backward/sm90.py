@@ -320,13 +320,19 @@ def _layouts(spec: AttentionSpec, variant: _Variant) -> dict[str, tensormap.Layo
 
 
 _L2_SHARE = 32 << 20  # bytes of the L2 cache for queries, dO and dQ of the heads at work
+_ORDERED_HEADS = 16
 
 
 def _section(spec: AttentionSpec) -> int:
-    """Kv heads whose queries stay in the L2 cache together."""
+    """Kv heads whose queries stay in the L2 cache together. Where tiles of keys add to dQ in turn,
+    enough of them that few tiles of a head begin at a time, of which each would wait for all before
+    it; those at work on a head are then so close together that the cache needs little of it.
+    """
     row = (spec.head_dim + spec.head_dim_v) * spec.item_size + 4 * spec.head_dim
     of_head = spec.q_len * spec.group * row
     heads = 1 << (max(_L2_SHARE // of_head, 1).bit_length() - 1)
+    if spec.deterministic:
+        heads = max(heads, _ORDERED_HEADS)
     return min(heads, spec.batch * spec.kv_heads)
 
 
