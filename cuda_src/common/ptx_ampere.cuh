@@ -170,14 +170,6 @@ __device__ __forceinline__ u32 pack(float low, float high, Bfloat16) {
     return pair;
 }
 
-// Both halves of a pair.
-__device__ __forceinline__ void unpack(u32 pair, float& low, float& high, Float16) {
-    asm("{\n.reg .f16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(low), "=f"(high) : "r"(pair));
-}
-__device__ __forceinline__ void unpack(u32 pair, float& low, float& high, Bfloat16) {
-    low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000);
-}
-
 // cvt.f32.f16, of one half of a pair.
 __device__ __forceinline__ float low_of(u32 pair, Float16) {
     float x;

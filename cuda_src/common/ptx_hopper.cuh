@@ -74,9 +74,12 @@ __device__ __forceinline__ void add_floats(float* to, u32 from, u32 bytes) {
                  : "memory");
 }
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until this thread's stores have read their source / have been written.
+// Until this thread's stores have read their source / have been written, but for the LATER last groups.
 __device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+template <int LATER = 0>
+__device__ __forceinline__ void wait_stores() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(LATER) : "memory");
+}
 
 // What threads have written to shared memory becomes visible to tensor copies and products.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

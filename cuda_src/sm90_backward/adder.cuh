@@ -10,6 +10,7 @@ struct Adder {
     u32 base;
     int group;
     Place<Config::DQ_STAGES> place{0};
+    u32* untold = nullptr;  // ORDERED: the counter of the last share
 
     __device__ __forceinline__ Adder(const Arguments& arguments, u32 shared, int of_group)
         : a(arguments), base(shared), group(of_group) {}
@@ -21,6 +22,17 @@ struct Adder {
     __device__ __forceinline__ void await_turn(const u32* counter, u32 turn) const {
         while (read_acquire(counter) != turn) __nanosleep(32);
         fence_async_everywhere();
+    }
+
+    // That this tile of keys has added to a share may be told when its copies are complete. That takes longer than the next
+    // share may wait, which is therefore handed on first; at the latest with the work, for others may wait for it.
+    template <int LATER>
+    __device__ __forceinline__ void pass_turn() {
+        if (!Config::ORDERED || untold == nullptr) return;
+        wait_stores<LATER>();
+        fence_async_everywhere();
+        add_release(untold, 1);
+        untold = nullptr;
     }
 
     // A share of a tile.
@@ -38,11 +50,8 @@ struct Adder {
             barrier_arrive(base + Shared::dq_empty + 8 * buffer);
             place.next();
         }
-        if (Config::ORDERED) {
-            wait_stores();
-            fence_async_everywhere();
-            add_release(counter(share), 1);
-        }
+        pass_turn<Config::DQ_CHUNKS>();
+        untold = counter(share);
     }
 
     __device__ __forceinline__ void run() {
@@ -54,6 +63,7 @@ struct Adder {
 #pragma unroll 1
                 for (int tile = work.end - 1; tile >= work.begin; --tile) add(work, of_group, tile);
             }
+            pass_turn<0>();
         }
         wait_stores();
     }

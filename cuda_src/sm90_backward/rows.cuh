@@ -28,9 +28,8 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        float x0, x1, y0, y1;
-        unpack(xs[i], x0, x1, Config::Element()), unpack(ys[i], y0, y1, Config::Element());
-        sum = fmaf(x0, y0, fmaf(x1, y1, sum));
+        sum = fmaf(high_of(xs[i], Config::Element()), high_of(ys[i], Config::Element()), sum);
+        sum = fmaf(low_of(xs[i], Config::Element()), low_of(ys[i], Config::Element()), sum);
     }
     return sum;
 }
