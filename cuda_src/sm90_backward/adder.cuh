@@ -10,35 +10,34 @@ struct Adder {
     u32 base;
     int group;
     Place<Config::DQ_STAGES> place{0};
-    u32* untold = nullptr;  // ORDERED: the counter of the last share
 
     __device__ __forceinline__ Adder(const Arguments& arguments, u32 shared, int of_group)
         : a(arguments), base(shared), group(of_group) {}
 
-    // Tiles of keys that have added to a share.
-    __device__ __forceinline__ u32* counter(i64 share) const { return a.counters + 32 + share; }
-
+    // ORDERED. Tiles of keys that have added to this warpgroup's shares of a few tiles of queries, which are handed on together:
+    // to wait for a turn and to pass it on takes the time of a tile.
+    __device__ __forceinline__ u32* counter(const Work& work, int of_group, int tile) const {
+        return a.counters + 32 + work.place_of(of_group, first_of_turn(tile), a) * Config::GROUPS + group;
+    }
     // Until all tiles of keys before this one have.
-    __device__ __forceinline__ void await_turn(const u32* counter, u32 turn) const {
-        while (read_acquire(counter) != turn) __nanosleep(32);
+    __device__ __forceinline__ void await_turn(const Work& work, int of_group, int tile) const {
+        const u32* added = counter(work, of_group, tile);
+        const u32 turn = work.turn(tile, a);
+        while (read_acquire(added) != turn) __nanosleep(32);
         fence_async_everywhere();
     }
-
-    // That this tile of keys has added to a share may be told when its copies are complete. That takes longer than the next
-    // share may wait, which is therefore handed on first; at the latest with the work, for others may wait for it.
-    template <int LATER>
-    __device__ __forceinline__ void pass_turn() {
-        if (!Config::ORDERED || untold == nullptr) return;
-        wait_stores<LATER>();
+    __device__ __forceinline__ void pass_turn(const Work& work, int of_group, int tile) const {
+        wait_stores();
         fence_async_everywhere();
-        add_release(untold, 1);
-        untold = nullptr;
+        add_release(counter(work, of_group, tile), 1);
     }
 
     // A share of a tile.
     __device__ __forceinline__ void add(const Work& work, int of_group, int tile) {
         const i64 share = work.place_of(of_group, tile, a) * Config::GROUPS + group;  // they lie one after the other
-        if (Config::ORDERED) await_turn(counter(share), work.turn(tile, a));
+        const bool first = tile == work.end - 1 || first_of_turn(tile) != first_of_turn(tile + 1);
+        const bool last = tile == work.begin || first_of_turn(tile) == tile;
+        if (Config::ORDERED && first) await_turn(work, of_group, tile);
 #pragma unroll 1
         for (int chunk = 0; chunk < Config::DQ_CHUNKS; ++chunk) {
             const int buffer = group * Config::DQ_STAGES + place.slot;
@@ -50,8 +49,7 @@ struct Adder {
             barrier_arrive(base + Shared::dq_empty + 8 * buffer);
             place.next();
         }
-        pass_turn<Config::DQ_CHUNKS>();
-        untold = counter(share);
+        if (Config::ORDERED && last) pass_turn(work, of_group, tile);
     }
 
     __device__ __forceinline__ void run() {
@@ -63,7 +61,6 @@ struct Adder {
 #pragma unroll 1
                 for (int tile = work.end - 1; tile >= work.begin; --tile) add(work, of_group, tile);
             }
-            pass_turn<0>();
         }
         wait_stores();
     }

@@ -26,6 +26,7 @@ struct Config {
     static constexpr bool CAPPED = CONFIG_CAPPED;       // softcap
     static constexpr bool LENGTHS = CONFIG_LENGTHS;     // of each batch entry
     static constexpr bool ORDERED = CONFIG_ORDERED;     // tiles of keys add to dQ in ascending order
+    static constexpr int TURN = 2;                      // tiles of queries to which they do so in one turn
 
     static constexpr int THREADS = 128 * (GROUPS + 1);
     // Shared memory holds panels of so many columns: 64, or 32 where a share of dQ has no whole number of those.
@@ -52,7 +53,7 @@ struct __align__(64) Arguments {
     const i64* kv_lens;   // or null
     float* row_stats;     // workspace: LSE in units of log2 for each row of each tile of queries, then what dP lacks
     float* sums;          // dQ before it is rounded, a tile of a head after the other
-    u32* counters;        // tickets drawn; from the 32nd on, ORDERED: tiles of keys that have added to each share of a tile of dQ
+    u32* counters;        // tickets drawn; from the 32nd on, ORDERED: for each share of a tile of dQ
     i64 out_steps[3], dout_steps[3], lse_steps[3], dq_steps[3];  // elements, along entries, heads and rows
     i64 all_rows;            // of all tiles of queries of all heads
     int q_heads, kv_heads, group, q_len, kv_len, head_dim, head_dim_v;
@@ -92,6 +93,9 @@ struct Shared {
     static_assert(K % 1024 == 0 && V % 1024 == 0 && Q % 1024 == 0 && O % 1024 == 0 && SCORES % 1024 == 0, "swizzles");
     static_assert(BYTES == CONFIG_SHARED_MEMORY && BYTES <= 232448, "what a block is launched with, and may have");
 };
+
+// The lowest of the tiles of queries that share a turn.
+__device__ __forceinline__ constexpr int first_of_turn(int q_tile) { return q_tile / Config::TURN * Config::TURN; }
 
 // Keeps the compiler from working out addresses of all steps ahead of a loop, for which registers lack.
 __device__ __forceinline__ void work_out_here(u32& address) { asm volatile("" : "+r"(address)); }

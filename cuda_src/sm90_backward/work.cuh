@@ -55,9 +55,9 @@ struct Work {
         clean_end = min(max(clean_end, clean_begin), end);  // but for a left bound, the last tile is clean or none
     }
 
-    // Tiles of keys before this one that add to a tile of queries which both see.
+    // Tiles of keys before this one that add to a tile of queries that this one sees, or to one that shares its turn.
     __device__ __forceinline__ int turn(int q_tile, const Arguments& a) const {
-        const int first_key = q_tile * Config::BM + diagonal - a.left;
+        const int first_key = first_of_turn(q_tile) * Config::BM + diagonal - a.left;
         return Config::LEFT ? tile - max(0, first_key) / Config::BN : tile;
     }
 

@@ -210,7 +210,7 @@ class _Variant:
 
     @property
     def tile(self) -> Tile:
-        return choose(self.pair, self.capped, self.ordered)
+        return choose(self.pair, self.capped)
 
 
 @functools.lru_cache(maxsize=1024)  # the same for every length

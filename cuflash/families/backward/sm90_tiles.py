@@ -6,7 +6,7 @@ capability 9.0, or it is not compiled: `infeasible` says why, and tests ask it o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,6 @@ class Tile:
             512,
         ]
         return sum(parts)
-
-    def ordered(self, head_dim: int, head_dim_v: int) -> Tile:
-        """The same where tiles of keys add to dQ in turn: with a second buffer, if it fits, so that
-        products need not wait for theirs.
-        """
-        twice = replace(self, dq_stages=2)
-        return self if infeasible(twice, head_dim, head_dim_v) else twice
 
 
 GROUPS = 2  # warpgroups that multiply
@@ -130,7 +123,6 @@ def _bucket(dim: int) -> int:
     return next(bucket for bucket in _BUCKETS if dim <= bucket)
 
 
-def choose(pair: tuple[int, int], capped: bool, ordered: bool) -> Tile:
+def choose(pair: tuple[int, int], capped: bool) -> Tile:
     """The tile of a pair of buckets."""
-    tile = (_CAPPED if capped else _TILES)[pair]
-    return tile.ordered(*pair) if ordered else tile
+    return (_CAPPED if capped else _TILES)[pair]
