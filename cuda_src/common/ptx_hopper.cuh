@@ -84,8 +84,8 @@ __device__ __forceinline__ void wait_stores() {
 // What threads have written to shared memory becomes visible to tensor copies and products.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The same both ways, and for global memory too.
-__device__ __forceinline__ void fence_async_everywhere() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Of global memory: bulk copies after it come after what this thread knows to be there. Their completion needs none.
+__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // A counter of the device by which blocks wait for each other: what was written before an addition is there after a read.
 __device__ __forceinline__ u32 read_acquire(const u32* counter) {

@@ -24,11 +24,10 @@ struct Adder {
         const u32* added = counter(work, of_group, tile);
         const u32 turn = work.turn(tile, a);
         while (read_acquire(added) != turn) __nanosleep(32);
-        fence_async_everywhere();
+        fence_async_global();
     }
     __device__ __forceinline__ void pass_turn(const Work& work, int of_group, int tile) const {
         wait_stores();
-        fence_async_everywhere();
         add_release(counter(work, of_group, tile), 1);
     }
 
