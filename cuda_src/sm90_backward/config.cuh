@@ -26,7 +26,7 @@ struct Config {
     static constexpr bool CAPPED = CONFIG_CAPPED;       // softcap
     static constexpr bool LENGTHS = CONFIG_LENGTHS;     // of each batch entry
     static constexpr bool ORDERED = CONFIG_ORDERED;     // tiles of keys add to dQ in ascending order
-    static constexpr int TURN = 2;                      // tiles of queries to which they do so in one turn
+    static constexpr int TURN = PARTED ? 2 : 1;         // tiles of queries to which they do so in one turn
 
     static constexpr int THREADS = 128 * (GROUPS + 1);
     // Shared memory holds panels of so many columns: 64, or 32 where a share of dQ has no whole number of those.

@@ -323,15 +323,14 @@ _L2_SHARE = 32 << 20  # bytes of the L2 cache for queries, dO and dQ of the head
 _ORDERED_HEADS = 16
 
 
-def _section(spec: AttentionSpec) -> int:
-    """Kv heads whose queries stay in the L2 cache together. Where tiles of keys add to dQ in turn,
-    enough of them that few tiles of a head begin at a time, of which each would wait for all before
-    it; those at work on a head are then so close together that the cache needs little of it.
+def _section(spec: AttentionSpec, variant: _Variant) -> int:
+    """Kv heads whose queries stay in the L2 cache together. Where tiles of keys of unequal work add
+    to dQ in turn, enough heads that few tiles of each are at work, which wait for one another.
     """
     row = (spec.head_dim + spec.head_dim_v) * spec.item_size + 4 * spec.head_dim
     of_head = spec.q_len * spec.group * row
     heads = 1 << (max(_L2_SHARE // of_head, 1).bit_length() - 1)
-    if spec.deterministic:
+    if variant.ordered and variant.bounded:
         heads = max(heads, _ORDERED_HEADS)
     return min(heads, spec.batch * spec.kv_heads)
 
@@ -350,7 +349,7 @@ def _lasting_arguments(spec: AttentionSpec, variant: _Variant) -> np.ndarray[Any
         arguments[name] = getattr(cut, name)
     arguments["all_kv_heads"] = spec.batch * spec.kv_heads
     arguments["all_rows"] = cut.query_tiles * variant.tile.q_rows
-    arguments["section"] = _section(spec)
+    arguments["section"] = _section(spec, variant)
     arguments["left"], arguments["right"] = fused.window_bounds(spec)
     arguments["out_steps"] = spec.out.strides[:3]
     arguments["dout_steps"] = further.dout.strides[:3]
