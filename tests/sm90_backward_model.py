@@ -95,11 +95,18 @@ def find(shape: Shape, tile: int) -> Work:
     return Work(tile, begin, end, clean_begin, clean_end)
 
 
-def turn(shape: Shape, tile: int, q_tile: int) -> int:
+def first_of_turn(q_tile: int, together: int) -> int:
+    """`first_of_turn`: the lowest of the tiles that share a turn."""
+    return q_tile // together * together
+
+
+def turn(shape: Shape, tile: int, q_tile: int, together: int = 1) -> int:
     """`Work::turn`."""
-    if shape.left == FAR:
+    if not shape.bounded:
         return tile
-    return tile - max(0, q_tile * shape.bm + shape.diagonal - shape.left) // shape.bn
+    q_len, kv_len = shape.lengths
+    tiles = min(first_of_turn(q_tile, together) + together, -(-q_len // shape.bm))
+    return min(kv_len - 1, tiles * shape.bm - 1 + shape.diagonal + shape.right) // shape.bn - tile
 
 
 @dataclass
@@ -182,6 +189,7 @@ class Kernel:
     dq_stages: int = 1
     dq_chunks: int = 1
     ordered: bool = False
+    together: int = 1  # tiles of queries that share a turn
     tickets: int = 0
     turns: dict[object, int] = field(default_factory=dict)
     added: list[object] = field(default_factory=list)
@@ -212,6 +220,7 @@ class Block:
         self.dq = [[Slot() for _ in range(k.dq_stages)] for _ in range(groups)]
         self.scores = [Slot() for _ in range(2)]
         self.weights = Slot()
+        self.staged = 0  # sums on their way out, from where dS, weights and dQ were
         self.meet_scores, self.meet_all = Meeting(groups), Meeting(groups)
         self.meet_weights, self.meet_weights_read = Meeting(2), Meeting(2)
 
@@ -242,6 +251,8 @@ class Block:
                 break
             if shape.bounded or k.ordered:
                 tile, head = divmod(ticket, shape.heads)
+                if shape.bounded and k.ordered:
+                    tile = shape.key_tiles - 1 - tile
             else:
                 head, tile = divmod(ticket, shape.key_tiles)
             work = find(shape, tile)
@@ -292,26 +303,40 @@ class Block:
         works, place = Place(2, 0), Place(k.dq_stages, 0)
         while (record := (yield from self.next_work(works))) is not None:
             head, work = record
-            for name in self.tiles(head, work):
-                share = (*name, group)
-                if k.ordered:
-                    mine = turn(shape, work.tile, name[2])
-                    yield lambda share=share, mine=mine: k.turns.get(share, 0) == mine
+            for *of_head, tile in self.tiles(head, work):
+                first = first_of_turn(tile, k.together)
+                share, turns = (*of_head, tile, group), (*of_head, first, group)
+                if k.ordered and (
+                    tile == work.end - 1 or first != first_of_turn(tile + 1, k.together)
+                ):
+                    mine = turn(shape, work.tile, tile, k.together)
+                    yield lambda turns=turns, mine=mine: k.turns.get(turns, 0) == mine
                 for chunk in range(k.dq_chunks):
                     yield self.dq_full[group][place.slot].done(place.parity)
                     self.dq[group][place.slot].read((share, work.tile, chunk))
                     yield lambda: True  # the copy takes a while
                     if chunk == k.dq_chunks - 1:
                         k.added.append((share, work.tile))
-                        k.turns[share] = k.turns.get(share, 0) + 1
                     self.dq_empty[group][place.slot].arrive()
                     place.next()
+                if tile in (work.begin, first):
+                    k.turns[turns] = k.turns.get(turns, 0) + 1
 
     # --- who multiplies ---------------------------------------------------------------------------
 
+    def write(self, slot: Slot, what: object, readers: int) -> None:
+        """To a place where sums are staged between two pieces of work."""
+        assert not self.staged, f"{what} over sums"
+        slot.write(what, readers)
+
+    def stage(self) -> None:
+        for slot in (*self.scores, self.weights, *self.dq[0], *self.dq[1]):
+            assert slot.readers == 0, f"sums over {slot.held}"
+        self.staged += 1
+
     def hand_over_dq(self, group: int, place: Place, what: object) -> Thread:
         yield self.dq_empty[group][place.slot].done(place.parity)
-        self.dq[group][place.slot].write(what, 1)
+        self.write(self.dq[group][place.slot], what, 1)
 
     def announce_dq(self, group: int, place: Place, state: dict[str, bool]) -> None:
         if state["unannounced"]:
@@ -323,26 +348,34 @@ class Block:
         k = self.k
         works, dq = Place(2, 0), Place(k.dq_stages, 1)
         q, o = Place(k.q_stages, 0), Place(k.o_stages, 0)
-        parity, state = 0, {"unannounced": False}
+        parity, state, staged = 0, {"unannounced": False}, False
         while (record := (yield from self.next_work(works, release=False))) is not None:
             head, work = record
             yield self.k_full.done(parity)
             yield self.v_full.done(parity)
             parity ^= 1
+            if staged:
+                yield lambda: True  # until the stores have been read
+                self.staged -= 1
+            yield self.meet_all.arrive()
             if work.begin < work.end:
                 for name in self.tiles(head, work):
                     assert self.keys.held == self.values.held == (head, work.tile)
                     yield from step(group, name, work.tile, q, o, dq, state)
                     q.next()
                     o.next()
-                self.announce_dq(group, dq, state)
-                yield self.meet_all.arrive()
                 self.keys.readers -= 1
                 self.values.readers -= 1
+            self.announce_dq(group, dq, state)
+            yield self.meet_all.arrive()
+            self.kv_empty.arrive()
+            last, of_last = (dq.slot or k.dq_stages) - 1, dq.parity ^ (dq.slot > 0)
+            for empty in self.dq_empty:
+                yield empty[last].done(of_last)
+            self.stage()
+            staged = True
             self.k.stored.append((head, work.tile, group))
             self.release_work(works)
-            yield lambda: True  # until the stores have been read
-            self.kv_empty.arrive()
 
     def consume(self, group: int) -> Thread:
         yield from self.walk(group, self.step)
@@ -357,7 +390,7 @@ class Block:
         yield lambda: True  # S and dP
         scores = self.scores[q.slot % 2]
         if scores.held != (name, tile):  # the first of both to write its half
-            scores.write((name, tile), self.GROUPS)
+            self.write(scores, (name, tile), self.GROUPS)
         self.announce_dq(group, dq, state)
         yield self.meet_scores.arrive()
         yield lambda: True  # dQ and dV
@@ -394,7 +427,7 @@ class Block:
         self.q_empty[q.slot].arrive()
         yield lambda: True  # weights
         yield self.meet_weights_read.arrive()
-        self.weights.write((name, tile), 1)
+        self.write(self.weights, (name, tile), 1)
         self.announce_dq(group, dq, state)
         self.meet_weights.arrive()
         yield self.o_full[o.slot].done(o.parity)
@@ -415,7 +448,7 @@ class Block:
         yield self.meet_weights.arrive()
         self.weights.read((name, tile))
         self.meet_weights_read.arrive()
-        self.scores[q.slot % 2].write((name, tile), self.GROUPS)
+        self.write(self.scores[q.slot % 2], (name, tile), self.GROUPS)
         self.announce_dq(group, dq, state)
         yield self.meet_scores.arrive()
         yield self.q_full[q.slot].done(q.parity)

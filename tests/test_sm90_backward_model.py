@@ -9,7 +9,7 @@ import random
 from collections import Counter
 
 import pytest
-from sm90_backward_model import FAR, Kernel, Shape, find, run, turn
+from sm90_backward_model import FAR, Kernel, Shape, find, first_of_turn, run, turn
 
 SMALL = [(q, k) for q in (1, 2, 3, 4, 5, 7, 8, 9, 13) for k in (1, 2, 3, 5, 6, 8, 9, 11, 12)]
 WINDOWS = [(FAR, FAR), (FAR, 0), (FAR, 2), (0, FAR), (3, FAR), (0, 0), (2, 1), (5, 4), (1, 9)]
@@ -57,10 +57,19 @@ def test_tiles_and_turns_are_those_of_brute_force() -> None:
                     assert clean == all(pairs), (shape, work, q_tile)
             if shape.left == FAR:
                 assert work.clean_end == work.end, "the kernel walks clean tiles first"
-        for q_tile in range(shape.q_tiles):
-            adding = [work.tile for work in works if work.begin <= q_tile < work.end]
-            turns = [turn(shape, tile, q_tile) for tile in adding]
-            assert turns == list(range(len(adding))), (shape, q_tile)
+        for q_tile, together in itertools.product(range(shape.q_tiles), (1, 2)):
+            first = first_of_turn(q_tile, together)
+            adding = [
+                work.tile
+                for work in works
+                if max(work.begin, first) < min(work.end, first + together)
+            ]
+            if shape.bounded:
+                adding.reverse()
+            expected = {tile: place for place, tile in enumerate(adding)}
+            for work in works:
+                if work.begin <= q_tile < work.end:
+                    assert turn(shape, work.tile, q_tile, together) == expected[work.tile], shape
 
 
 CONFIGURATIONS = {
@@ -68,9 +77,15 @@ CONFIGURATIONS = {
     "wide ordered": {"dq_stages": 2, "ordered": True},
     "wide ordered, one buffer": {"ordered": True},
     "parted": {"parted": True},
-    "parted ordered": {"parted": True, "ordered": True, "dq_stages": 2},
+    "parted ordered": {"parted": True, "ordered": True, "dq_stages": 2, "together": 2},
     "parted in chunks": {"parted": True, "o_stages": 1, "dq_chunks": 2},
-    "parted in chunks, ordered": {"parted": True, "o_stages": 1, "dq_chunks": 2, "ordered": True},
+    "parted in chunks, ordered": {
+        "parted": True,
+        "o_stages": 1,
+        "dq_chunks": 2,
+        "ordered": True,
+        "together": 2,
+    },
 }
 LOOPS = [
     Shape(9, 12, 2, 4),
@@ -109,7 +124,8 @@ def test_no_order_of_threads_ends_in_a_deadlock_or_overwrites(name: str, shape: 
         if kernel.ordered:
             for share in {share for share, _ in kernel.added}:
                 tiles = [tile for other, tile in kernel.added if other == share]
-                assert tiles == sorted(tiles), "dQ is added up in one order"
+                in_order = sorted(tiles, reverse=shape.bounded)
+                assert tiles == in_order, "dQ is added up in one order"
 
 
 def test_the_model_notices_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
