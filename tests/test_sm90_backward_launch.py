@@ -196,6 +196,16 @@ def test_sections_hold_heads_that_stay_in_the_cache(
     assert int(kernels.arguments["section"]) == section
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("way", [{}, {"causal": True}, {"window": (9, 9)}])
+def test_sections_of_unequal_work_in_turn_hold_more_heads(
+    way: dict[str, Any], deterministic: bool, kernels: Kernels
+) -> None:
+    q = ArrayInfo((2, 16, 16384, 128))
+    launch(q, q, q, **way, deterministic=deterministic)
+    assert int(kernels.arguments["section"]) == (16 if way and deterministic else 2)
+
+
 @pytest.mark.parametrize("way", [{}, {"causal": True}, {"softcap": 2.0}, {"deterministic": True}])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (40, 248), (256, 256), (128, 8)])
 def test_what_calls_load_is_listed(dims: tuple[int, int], way: dict[str, Any]) -> None:

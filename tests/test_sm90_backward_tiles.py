@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -22,7 +21,6 @@ ROWS = [
 @pytest.mark.parametrize(("tile", "pair"), ROWS)
 def test_every_row_is_feasible(tile: Tile, pair: tuple[int, int]) -> None:
     assert infeasible(tile, *pair) == []
-    assert infeasible(tile.ordered(*pair), *pair) == []
     assert tile.why
 
 
@@ -35,24 +33,23 @@ def test_every_pair_of_buckets_has_a_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pair", "capped", "registers", "shared_memory", "buffers"),
+    ("pair", "capped", "registers", "shared_memory"),
     [
-        # 2 x 64 + 64; 32 + 64 + 64 + 32 KiB, statistics, and two buffers of dQ where they fit
-        ((64, 64), False, 192, (192 + 2) * 1024 + 512, 2),
-        ((128, 128), False, 192, (192 + 1) * 1024 + 512, 2),
-        ((192, 128), False, 160, 206_336, 1),
-        ((192, 192), False, 160, 230_912, 1),
-        ((256, 256), False, 192, 230_656, 1),
-        ((64, 64), True, 160, 182_784, 2),
-        ((128, 128), True, 128, 165_376, 2),
+        # 2 x 64 + 64; 32 + 64 + 64 + 32 KiB, and statistics
+        ((64, 64), False, 192, (192 + 2) * 1024 + 512),
+        ((128, 128), False, 192, (192 + 1) * 1024 + 512),
+        ((192, 128), False, 160, 206_336),
+        ((192, 192), False, 160, 230_912),
+        ((256, 256), False, 192, 230_656),
+        ((64, 64), True, 160, 182_784),
+        ((128, 128), True, 128, 165_376),
     ],
 )
 def test_registers_and_shared_memory(
-    pair: tuple[int, int], capped: bool, registers: int, shared_memory: int, buffers: int
+    pair: tuple[int, int], capped: bool, registers: int, shared_memory: int
 ) -> None:
-    tile = choose(pair, capped, ordered=False)
+    tile = choose(pair, capped)
     assert (tile.registers(*pair), tile.shared_memory(*pair)) == (registers, shared_memory)
-    assert choose(pair, capped, ordered=True) == replace(tile, dq_stages=buffers)
 
 
 @pytest.mark.parametrize(

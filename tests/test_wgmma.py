@@ -40,7 +40,7 @@ def test_every_tile_finds_its_products() -> None:
 def test_every_tile_of_the_backward_pass_finds_its_products() -> None:
     text = source.read(HEADER)
     for pair, capped in itertools.product(backward_tiles.PAIRS, (False, True)):
-        tile = backward_tiles.choose(pair, capped, ordered=False)
+        tile = backward_tiles.choose(pair, capped)
         found = {
             "multiply_keys": (tile.q_rows, "u64 a"),
             "multiply_tiles": (tile.dq_columns(pair[0]), "u64 a"),
