@@ -14,8 +14,8 @@ import pytest
 
 import cuflash
 from cuflash import ArrayInfo
-from cuflash.families.backward import sm80
-from cuflash.families.backward.sm80 import Tile
+from cuflash.families.backward import sm80, sm80_tiles
+from cuflash.families.backward.sm80_tiles import Tile
 from cuflash.runtime.device import named
 
 HOPPER = named("9.0")
@@ -152,7 +152,9 @@ def test_variants(
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
-@pytest.mark.parametrize("dims", [(d, v) for d in sm80._TILES for v in sm80._TILES], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(d, v) for d in sm80_tiles._TILES for v in sm80_tiles._TILES], ids=str
+)
 def test_tiles_fit_the_device(capability: str, dims: tuple[int, int]) -> None:
     device = named(capability)
     q, v = (ArrayInfo((1, 4, 100, dim)) for dim in dims)
@@ -161,7 +163,7 @@ def test_tiles_fit_the_device(capability: str, dims: tuple[int, int]) -> None:
     assert main is not None
     variant = sm80._Variant.of(plan.spec)
     tile = variant.tile(device)
-    assert variant._fits(tile, device)
+    assert sm80_tiles.fits(tile, *dims, device)
     assert main.shared_memory == tile.shared_memory(*dims) <= device.shared_memory_per_block
     assert tile.dq_shared_memory(*dims) <= main.shared_memory
     padded = [tile.padded(dim) for dim in dims]
@@ -177,7 +179,7 @@ def test_tiles_fit_the_device(capability: str, dims: tuple[int, int]) -> None:
 
 
 def test_a_tile_that_cuts_products_is_refused() -> None:
-    tile = sm80._TILES[128][0]
+    tile = sm80_tiles._TILES[128][0]
     for changes in ({"keys": 48}, {"q_rows": 16}, {"key_groups": 3}, {"warps": 16}):
         with pytest.raises(ValueError, match=r"^tile: got Tile\("):
             replace(tile, **changes)

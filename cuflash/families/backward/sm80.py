@@ -24,6 +24,7 @@ from ...runtime.locks import after_fork
 from ...runtime.specialisation import Specialisation
 from ...spec import AttentionSpec, Placement
 from .. import fused
+from .sm80_tiles import ROW_BYTES, Tile, bucket, choose
 
 # struct Arguments of cuda_src/sm80/backward_config.cuh
 _POINTERS = (
@@ -46,132 +47,6 @@ _ARGUMENTS = np.dtype(
 )
 _CHANGING = Struct(f"{len(_POINTERS)}Q")  # from call to call
 _ROW_THREADS = 256
-_ROW_BYTES = 8  # of `rows`, for each row
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A row of the tile table: what a block of the main kernel works on, and why.
-
-    Warps are a grid of `key_groups` for scores, dK and dV, and one of `query_groups` for dQ.
-    `stages` counts tiles of Q in shared memory, `unroll` steps of Q Kᵀ and dO Vᵀ, `dq_keys` the
-    keys at a time of the kernel that computes dQ by itself.
-    """
-
-    q_rows: int
-    keys: int
-    warps: int
-    blocks: int  # of one multiprocessor, which share its 65,536 registers
-    key_groups: int
-    query_groups: int
-    stages: int
-    unroll: int
-    dq_keys: int
-    why: str
-
-    def __post_init__(self) -> None:
-        whole = (
-            self.warps % self.key_groups == self.warps % self.query_groups == 0
-            and self.keys % (16 * self.key_groups) == 0
-            and self.q_rows % (16 * self.sides) == self.q_rows % (16 * self.query_groups) == 0
-            and {self.sides, self.query_groups, self.dq_sides} <= {1, 2, 4}
-        )
-        if not whole:
-            raise ValueError(f"tile: got {self}; expected a grid of warps with whole products")
-
-    @property
-    def sides(self) -> int:
-        """Warps that share keys: each has a part of the queries of S, and of dK's columns."""
-        return self.warps // self.key_groups
-
-    @property
-    def dq_sides(self) -> int:
-        """Warps that share rows of dQ: each has a part of its columns."""
-        return self.warps // self.query_groups
-
-    @property
-    def dq_warps(self) -> int:
-        """Warps of the kernel that computes dQ by itself; each owns whole rows."""
-        return min(4, self.q_rows // 16)
-
-    def padded(self, dim: int) -> int:
-        """Columns of a head dim of whole parts for all that share them."""
-        step = 16 * max(2, self.sides, self.dq_sides)
-        return -(-dim // step) * step
-
-    def registers(self, head_dim: int, head_dim_v: int) -> int:
-        """Registers a thread of the main kernel for sums, without the 50 or so beside them."""
-        keys, threads = self.keys, 32 * self.warps
-        scores = 2 * keys * self.q_rows // threads
-        dq = self.q_rows * head_dim // threads
-        return keys * (head_dim + head_dim_v) // threads + max(scores, dq)
-
-    def dq_registers(self, head_dim: int) -> int:
-        """The same of the kernel that computes dQ by itself."""
-        rows = self.q_rows // (16 * self.dq_warps)
-        return rows * (head_dim // 2 + self.dq_keys)
-
-    def shared_memory(self, head_dim: int, head_dim_v: int) -> int:
-        """Bytes a block of the main kernel: tiles in panels of 64 columns, and rows."""
-        dim, dim_v, queries = (_panels(n) for n in (head_dim, head_dim_v, self.q_rows))
-        elements = self.keys * (dim + dim_v) + self.q_rows * (self.stages * dim + dim_v)
-        return 2 * (elements + 2 * self.keys * queries) + self.stages * self.q_rows * _ROW_BYTES
-
-    def dq_shared_memory(self, head_dim: int, head_dim_v: int) -> int:
-        """Bytes a block of the kernel that computes dQ by itself."""
-        return 2 * (self.q_rows + self.dq_keys) * (_panels(head_dim) + _panels(head_dim_v))
-
-
-# By the larger of both head dims, rounded up to a bucket; the first that fits. None has been timed:
-# they are those that read least of shared memory among what keeps every value in registers.
-_TILES = {
-    32: (
-        Tile(128, 64, 4, 2, 2, 4, 2, 2, 48, "as 64"),
-        Tile(64, 64, 4, 2, 2, 2, 2, 2, 64, "two blocks in less shared memory"),
-        Tile(64, 64, 4, 2, 2, 2, 1, 2, 64, "two blocks in 99 KiB"),
-    ),
-    64: (
-        Tile(128, 64, 4, 2, 2, 4, 2, 4, 48, "136 matrix loads a warp for 320 products"),
-        Tile(64, 64, 4, 2, 2, 2, 2, 4, 64, "160 loads; two blocks in less shared memory"),
-        Tile(64, 64, 4, 2, 2, 2, 1, 4, 64, "two blocks in 99 KiB"),
-    ),
-    96: (
-        Tile(64, 64, 4, 2, 2, 2, 2, 6, 64, "as 128"),
-        Tile(64, 64, 4, 2, 2, 2, 1, 6, 64, "two blocks in 163 KiB"),
-        Tile(64, 64, 8, 1, 4, 4, 2, 6, 64, "one block in 99 KiB, of twice the warps"),
-    ),
-    128: (
-        Tile(64, 64, 4, 2, 2, 2, 2, 8, 64, "136 matrix loads a warp for 320 products"),
-        Tile(64, 64, 4, 2, 2, 2, 1, 8, 64, "two blocks in 163 KiB"),
-        Tile(64, 64, 8, 1, 2, 2, 2, 8, 64, "one block in 99 KiB, of twice the warps"),
-    ),
-    192: (
-        Tile(64, 64, 8, 1, 2, 2, 2, 12, 64, "dK and dV of 128 keys do not fit the registers"),
-        Tile(64, 64, 8, 1, 2, 2, 1, 12, 64, "one stage"),
-        Tile(32, 64, 8, 1, 4, 2, 1, 12, 64, "one block in 99 KiB"),
-    ),
-    256: (
-        Tile(64, 64, 8, 1, 2, 2, 2, 4, 32, "as 192; on 8.0 spills where unrolled by 16"),
-        Tile(64, 64, 8, 1, 2, 2, 1, 4, 32, "one stage, in 163 KiB"),
-        Tile(32, 32, 4, 1, 2, 2, 1, 4, 32, "one block in 99 KiB"),
-    ),
-}
-_BLACKWELL = {
-    64: (
-        Tile(128, 64, 4, 2, 2, 4, 2, 2, 48, "spills where unrolled by 4 on 10.0"),
-        *_TILES[64][1:],
-    ),
-    128: (
-        Tile(64, 64, 4, 2, 2, 4, 2, 1, 64, "two groups of queries spill on 10.0"),
-        *_TILES[128][1:],
-    ),
-    256: (
-        Tile(64, 64, 8, 1, 2, 4, 2, 2, 32, "two groups of queries spill on 10.0"),
-        *_TILES[256][1:],
-    ),
-}
-_BUCKETS = tuple(_TILES)
-_RESERVED = 1024 + 256  # shared memory that each block takes beside its tiles: system's, kernel's
 
 
 def supports(spec: AttentionSpec, device: Device) -> list[str]:
@@ -210,7 +85,7 @@ def plan(spec: AttentionSpec, device: Device) -> Tiling:
     of_dq = 0 if spec.deterministic else 4 * tile.padded(variant.head_dim)
     how = "dQ by a kernel of its own" if spec.deterministic else "dQ in float32 sums"
     note = f"{tile.warps} warps, {how}"
-    return Tiling(tile.q_rows, tile.keys, 1, rows * (_ROW_BYTES + of_dq), note, launch)
+    return Tiling(tile.q_rows, tile.keys, 1, rows * (ROW_BYTES + of_dq), note, launch)
 
 
 @functools.lru_cache(maxsize=1024)  # the same for every length
@@ -225,7 +100,7 @@ def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
     rows_size = size
     if not spec.deterministic:
         tile, _ = _compiled(_Variant.of(spec), plan.device)
-        rows_size = size // (_ROW_BYTES + 4 * tile.padded(_bucket(spec.head_dim))) * _ROW_BYTES
+        rows_size = size // (ROW_BYTES + 4 * tile.padded(bucket(spec.head_dim))) * ROW_BYTES
 
     def run(operands: BackwardOperands) -> None:
         q_lens, kv_lens = operands.q_lens, operands.kv_lens
@@ -305,7 +180,7 @@ def specialisations(
         return []
     variants = [
         _Variant(bucket, bucket, dtype, bounded, softcap, aligned, deterministic)
-        for bucket in dict.fromkeys(_bucket(dim) for dim in head_dims)
+        for bucket in dict.fromkeys(bucket(dim) for dim in head_dims)
         for dtype in dtypes
         if dtype in fused.ELEMENT
         for bounded, softcap, aligned in _KINDS
@@ -337,8 +212,8 @@ class _Variant:
     def of(cls, spec: AttentionSpec) -> _Variant:
         softcap, aligned = spec.softcap is not None, _is_aligned(spec)
         return cls(
-            _bucket(spec.head_dim),
-            _bucket(spec.head_dim_v),
+            bucket(spec.head_dim),
+            bucket(spec.head_dim_v),
             spec.dtype,
             (spec.left, spec.right) != (None, None) or softcap or not aligned,
             softcap,
@@ -347,16 +222,7 @@ class _Variant:
         )
 
     def tile(self, device: Device) -> Tile:
-        """The first row of the tile table that fits the device's shared memory."""
-        dim = max(self.head_dim, self.head_dim_v)
-        generation, _ = device.compute_capability or (0, 0)
-        tiles = (_BLACKWELL if generation > 9 else {}).get(dim, _TILES[dim])
-        return next((tile for tile in tiles if self._fits(tile, device)), tiles[-1])
-
-    def _fits(self, tile: Tile, device: Device) -> bool:
-        bytes_each = tile.shared_memory(self.head_dim, self.head_dim_v) + _RESERVED
-        # What the system takes of one block is not counted in the device's most for a block.
-        return tile.blocks * bytes_each <= device.shared_memory_per_block + 1024
+        return choose(self.head_dim, self.head_dim_v, device)
 
     def specialisation(self, tile: Tile) -> Specialisation:
         """The module of this variant with a tile."""
@@ -430,14 +296,6 @@ def _placements(spec: AttentionSpec) -> dict[str, Placement]:
 
 def _row_blocks(spec: AttentionSpec, q_rows: int) -> int:
     return -(-spec.q_len // q_rows)
-
-
-def _bucket(dim: int) -> int:
-    return next(bucket for bucket in _BUCKETS if dim <= bucket)
-
-
-def _panels(columns: int) -> int:
-    return -(-columns // 64) * 64
 
 
 def _is_aligned(spec: AttentionSpec) -> bool:
