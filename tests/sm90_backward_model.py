@@ -102,11 +102,10 @@ def first_of_turn(q_tile: int, together: int) -> int:
 
 def turn(shape: Shape, tile: int, q_tile: int, together: int = 1) -> int:
     """`Work::turn`."""
-    if not shape.bounded:
+    if shape.left == FAR:
         return tile
-    q_len, kv_len = shape.lengths
-    tiles = min(first_of_turn(q_tile, together) + together, -(-q_len // shape.bm))
-    return min(kv_len - 1, tiles * shape.bm - 1 + shape.diagonal + shape.right) // shape.bn - tile
+    first_row = first_of_turn(q_tile, together) * shape.bm
+    return tile - max(0, first_row + shape.diagonal - shape.left) // shape.bn
 
 
 @dataclass
@@ -251,8 +250,6 @@ class Block:
                 break
             if shape.bounded or k.ordered:
                 tile, head = divmod(ticket, shape.heads)
-                if shape.bounded and k.ordered:
-                    tile = shape.key_tiles - 1 - tile
             else:
                 head, tile = divmod(ticket, shape.key_tiles)
             work = find(shape, tile)

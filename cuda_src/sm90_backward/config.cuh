@@ -25,7 +25,7 @@ struct Config {
     static constexpr bool LEFT = CONFIG_LEFT;           // a window with a left bound
     static constexpr bool CAPPED = CONFIG_CAPPED;       // softcap
     static constexpr bool LENGTHS = CONFIG_LENGTHS;     // of each batch entry
-    static constexpr bool ORDERED = CONFIG_ORDERED;     // tiles of keys add to dQ in one order
+    static constexpr bool ORDERED = CONFIG_ORDERED;     // tiles of keys add to dQ in ascending order
     static constexpr int TURN = PARTED ? 2 : 1;         // tiles of queries to which they do so in one turn
 
     static constexpr int THREADS = 128 * (GROUPS + 1);

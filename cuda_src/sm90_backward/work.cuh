@@ -18,13 +18,12 @@ struct Work {
         const u32 of_section = a.section * a.key_tiles, section = ticket / of_section;
         const u32 in_section = ticket - section * of_section;
         u32 head;
-        // Under a causal mask most rows see the first keys, which are the longest work. Where tiles of keys add to dQ in turn,
-        // each begins after the one before it; there the longest come last, so that none catches up with it.
+        // Under a causal mask most rows see the first keys. Where tiles of keys add to dQ in turn, they had better begin one
+        // after the other, too.
         if (Config::BOUNDED || Config::ORDERED) {
             const u32 heads = min(a.section, a.all_kv_heads - section * a.section);
             tile = in_section / heads;
             head = in_section - tile * heads;
-            if (Config::ORDERED && Config::BOUNDED) tile = a.key_tiles - 1 - tile;
         } else {  // blocks at work share a head
             head = in_section / a.key_tiles;
             tile = in_section - head * a.key_tiles;
@@ -56,12 +55,10 @@ struct Work {
         clean_end = min(max(clean_end, clean_begin), end);  // but for a left bound, the last tile is clean or none
     }
 
-    // Tiles of keys that add before this one to a tile of queries that it sees, or to one that shares its turn: lower ones, or
-    // where bounds hide keys from queries, higher ones.
+    // Tiles of keys before this one that add to a tile of queries that this one sees, or to one that shares its turn.
     __device__ __forceinline__ int turn(int q_tile, const Arguments& a) const {
-        if (!Config::BOUNDED) return tile;
-        const int tiles = min(first_of_turn(q_tile) + Config::TURN, (q_len + Config::BM - 1) / Config::BM);
-        return min(kv_len - 1, tiles * Config::BM - 1 + diagonal + a.right) / Config::BN - tile;
+        const int first_key = first_of_turn(q_tile) * Config::BM + diagonal - a.left;
+        return Config::LEFT ? tile - max(0, first_key) / Config::BN : tile;
     }
 
     // The tile of one of the heads that share the keys, of all tiles.
