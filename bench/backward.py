@@ -59,16 +59,7 @@ def measure(
     with run_.team(columns.backward(run_.kernel, wanted)) as team:
         if columns.OURS in team.absent:
             raise RuntimeError(f"cuflash itself: {team.absent[columns.OURS]}")
-        for label, some in problems:
-            for dtype in dict.fromkeys(problem.dtype for problem in some):
-                rows = run_.race(
-                    "backward",
-                    [problem for problem in some if problem.dtype == dtype],
-                    team,
-                    (columns.OURS,),
-                    dict.fromkeys(team.specs, f"gradients {dtype}"),
-                    gradients=True,
-                    list=label,
-                )
-                for name in columns.OURS_BACKWARD:
-                    session.print_summary(rows, name, columns.OURS_BACKWARD)
+        kind = "gradients {dtype}"
+        for rows in run_.race_lists("backward", problems, team, kind, gradients=True):
+            for name in columns.OURS_BACKWARD:
+                session.print_summary(rows, name, columns.OURS_BACKWARD)

@@ -61,14 +61,5 @@ def measure(
     with run_.team(columns.forward(run_.kernel, run_.place, wanted)) as team:
         if columns.OURS in team.absent:
             raise RuntimeError(f"cuflash itself: {team.absent[columns.OURS]}")
-        for label, some in problems:
-            for dtype in dict.fromkeys(problem.dtype for problem in some):
-                rows = run_.race(
-                    "forward",
-                    [problem for problem in some if problem.dtype == dtype],
-                    team,
-                    (columns.OURS,),
-                    dict.fromkeys(team.specs, dtype),
-                    list=label,
-                )
-                session.print_summary(rows, columns.OURS)
+        for rows in run_.race_lists("forward", problems, team, "{dtype}"):
+            session.print_summary(rows, columns.OURS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cuflash.runtime import device
@@ -107,6 +107,25 @@ class Session:
                     reason = entry.get("wrong") or entry.get("failed")
                     self.faults.append(f"{bench}: {problem}: {name}: {reason}")
         return rows
+
+    def race_lists(
+        self,
+        bench: str,
+        problems: Iterable[tuple[str, Sequence[Problem]]],
+        team: Team,
+        bound: str,
+        gradients: bool = False,
+    ) -> Iterator[list[dict[str, Any]]]:
+        """`race` for each named list and dtype in it, ours against the others; `bound` is the name
+        of their bound in `samples.BOUNDS`, of which ``{dtype}`` is a part.
+        """
+        for label, some in problems:
+            for dtype in dict.fromkeys(problem.dtype for problem in some):
+                mine = [problem for problem in some if problem.dtype == dtype]
+                judged = dict.fromkeys(team.specs, bound.format(dtype=dtype))
+                yield self.race(
+                    bench, mine, team, (columns.OURS,), judged, gradients=gradients, list=label
+                )
 
     def measure_ceilings(self, names: Iterable[str]) -> None:
         """Products and copies, in turns; the record keeps their rates."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from ..runtime import tensormap
+from ..runtime.device import Device
 from ..spec import AttentionSpec, Placement
 
 ELEMENT = {"float16": "Float16", "bfloat16": "Bfloat16"}  # as the sources call them
@@ -26,6 +28,48 @@ def reasons_against(spec: AttentionSpec) -> list[str]:
         if abs(value) > _LARGEST_SCALE
     ]
     return reasons
+
+
+def reasons_against_hopper(
+    spec: AttentionSpec,
+    device: Device,
+    arrays: Mapping[str, tuple[tuple[int, int, int, int], Placement]],
+) -> list[str]:
+    """The same of kernels that move arrays by tensor copies, on compute capability 9.0 alone."""
+    reasons = []
+    if device.compute_capability is None:
+        reasons.append("needs a GPU")
+    elif device.compute_capability != (9, 0):
+        major, minor = device.compute_capability
+        reasons.append(f"needs compute capability 9.0, not {major}.{minor}")
+    reasons += reasons_against(spec)
+    reasons += [
+        f"takes multiples of 8 as {name}, not {getattr(spec, name)}"
+        for name in ("head_dim", "head_dim_v")
+        if getattr(spec, name) % 8
+    ]
+    if spec.is_empty:
+        return reasons
+    if spec.kv_len == 0:
+        reasons.append("needs keys")
+    reasons += [
+        f"{name}: {reason}"
+        for name, (shape, place) in arrays.items()
+        if 0 not in shape
+        for reason in tensormap.reasons_against(shape, place.strides, place.aligned)
+    ]
+    return reasons
+
+
+def buckets(
+    head_dim: int, head_dim_v: int, known: Sequence[int], unequal: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
+    """What a kernel is compiled for: the first of `known` at or above each head dim. Pairs that are
+    not among `unequal` are as wide as the larger; columns beyond the head dims are zeros.
+    """
+    pair = tuple(next(size for size in known if dim <= size) for dim in (head_dim, head_dim_v))
+    first, second = pair
+    return (first, second) if pair in unequal else (max(pair), max(pair))
 
 
 def module_name(

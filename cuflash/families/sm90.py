@@ -65,27 +65,7 @@ CHANGING_WITH_SCALES = Struct(
 
 
 def supports(spec: AttentionSpec, device: Device) -> list[str]:
-    reasons = []
-    if device.compute_capability is None:
-        reasons.append("needs a GPU")
-    elif device.compute_capability != (9, 0):
-        major, minor = device.compute_capability
-        reasons.append(f"needs compute capability 9.0, not {major}.{minor}")
-    reasons += fused.reasons_against(spec)
-    reasons += [
-        f"takes multiples of 8 as {name}, not {getattr(spec, name)}"
-        for name in ("head_dim", "head_dim_v")
-        if getattr(spec, name) % 8
-    ]
-    if not spec.is_empty:
-        if spec.kv_len == 0:
-            reasons.append("needs keys")
-        reasons += [
-            f"{name}: {reason}"
-            for name, (shape, place) in _arrays(spec).items()
-            if 0 not in shape
-            for reason in tensormap.reasons_against(shape, place.strides, place.aligned)
-        ]
+    reasons = fused.reasons_against_hopper(spec, device, _arrays(spec))
     if spec.batch * spec.q_heads * -(-spec.q_len // 64) >= _MOST_WORK:
         reasons.append(f"takes less than {_MOST_WORK} tiles of 64 rows")
     return reasons

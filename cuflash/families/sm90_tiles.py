@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from . import fused
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -143,13 +145,8 @@ _UNEQUAL = ((192, 128),)  # buckets that are taken as they are; others are as wi
 
 
 def buckets(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """What the kernel is compiled for; columns beyond the head dims are loaded as zeros."""
-    pair = _bucket(head_dim), _bucket(head_dim_v)
-    return pair if pair in _UNEQUAL else (max(pair), max(pair))
-
-
-def _bucket(dim: int) -> int:
-    return next(bucket for bucket in _BUCKETS if dim <= bucket)
+    """What the kernel is compiled for."""
+    return fused.buckets(head_dim, head_dim_v, _BUCKETS, _UNEQUAL)
 
 
 def choose(pair: tuple[int, int], bounded: bool, capped: bool, kv_len: int) -> Tile:

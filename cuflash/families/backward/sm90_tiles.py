@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import fused
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -93,16 +95,16 @@ def infeasible(tile: Tile, head_dim: int, head_dim_v: int) -> list[str]:
     return reasons
 
 
-# By buckets of (head_dim, head_dim_v). What is known of their speed is from a prototype of the
-# kernel on an H200, as ratios to cuDNN's backward pass: float16, batch * seq = 16,384, hidden of
-# 2,048.
+# By buckets of (head_dim, head_dim_v). Ratios are to cuDNN's backward pass on an H200: float16,
+# batch * seq = 16,384, hidden of 2,048, 4k and 16k tokens.
 _TILES = {
-    (64, 64): Tile(128, lines=True, why="1.18 full, 1.22 causal; 4k and 16k alike"),
-    (128, 128): Tile(64, why="1.11 full, 1.12 to 1.17 causal; 80 queries 1.06 to 1.08"),
+    (64, 64): Tile(128, lines=True, why="1.16, 1.19 full, 1.25, 1.21 causal"),
+    (128, 128): Tile(64, why="1.10, 1.11 full, 1.17, 1.15 causal; 80 queries 1.06 to 1.13"),
     (192, 128): Tile(64, parted=True, panel=32, why="dK and dV of 64 keys in one thread spill"),
-    (192, 192): Tile(64, parted=True, panel=32, why="half of dQ has whole panels of 32"),
-    (256, 256): Tile(64, parted=True, o_stages=1, dq_chunks=2, why="shared memory leaves 16 KiB "
-                     "for each share of dQ"),
+    (192, 192): Tile(64, parted=True, panel=32, why="1.31 to 1.56; half of dQ has whole panels of "
+                     "32"),
+    (256, 256): Tile(64, parted=True, o_stages=1, dq_chunks=2, why="1.17 to 1.30; shared memory "
+                     "leaves 16 KiB for each share of dQ"),
 }  # fmt: skip
 _CAPPED = _TILES | {  # the slope of tanh takes registers beside P and dP
     (64, 64): Tile(128, parted=True, lines=True, why="128 keys spill"),
@@ -114,13 +116,8 @@ _UNEQUAL = ((192, 128),)  # buckets that are taken as they are; others are as wi
 
 
 def buckets(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """What the kernel is compiled for; columns beyond the head dims are loaded as zeros."""
-    pair = _bucket(head_dim), _bucket(head_dim_v)
-    return pair if pair in _UNEQUAL else (max(pair), max(pair))
-
-
-def _bucket(dim: int) -> int:
-    return next(bucket for bucket in _BUCKETS if dim <= bucket)
+    """What the kernel is compiled for."""
+    return fused.buckets(head_dim, head_dim_v, _BUCKETS, _UNEQUAL)
 
 
 def choose(pair: tuple[int, int], capped: bool) -> Tile:
