@@ -208,16 +208,6 @@ def may_overlap(a: Any, b: Any) -> bool:
     return True
 
 
-def lengths_on_device(lengths: Any) -> Any:
-    """Used lengths as kernels read them: int64 next to each other on the current device.
-
-    Those of the host are copied, without waiting.
-    """
-    import cupy
-
-    return cupy.ascontiguousarray(cupy.asarray(lengths, dtype=np.int64))
-
-
 def bits(array: Any) -> Any:
     """16-bit elements as integers: moving them needs no arithmetic on bfloat16."""
     return array.view(np.uint16) if array.dtype.itemsize == 2 else array

@@ -138,7 +138,7 @@ def emulated_backward(
     patch.setattr(sm80.module, "load", lambda spec, device: EmulatedKernels(spec))
     patch.setattr(sm80, "launcher", launcher)
     patch.setattr(sm80, "_allocate", _Memory)
-    patch.setattr(sm80, "lengths_on_device", lambda lens: _on_device(np.asarray(lens, np.int64)))
+    patch.setattr(sm80, "lengths_on_device", lambda _, lens: _on_device(np.asarray(lens, np.int64)))
     arrays = {name: given.pop(name) for name in ("q", "k", "v", "dout", "out", "lse")}
     for name in GRADIENTS:
         like = arrays[name[1:]]

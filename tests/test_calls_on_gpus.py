@@ -42,7 +42,7 @@ class Gpus:
     def allocate(self, size: int) -> Any:
         return self.memory(next(self.allocations), self.current)
 
-    def upload(self, lens: Any) -> Any:
+    def upload(self, name: str, lens: Any) -> Any:
         return self.cupy.empty(lens.shape, np.int64) if isinstance(lens, np.ndarray) else lens
 
     @contextlib.contextmanager

@@ -17,6 +17,7 @@ from cuflash import explain, kinds, plan
 from cuflash.families import sm90, sm90_fp8
 from cuflash.fp8 import attention_fp8, attention_quantized, gpu, gpu_quantizer, quantize_fp8
 from cuflash.runtime import device as devices
+from cuflash.runtime import graphs
 
 SHAPES = (2, 8, 150, 128), (2, 2, 333, 128), (2, 2, 333, 128)
 
@@ -69,6 +70,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         (devices, "cuda_device", lambda index: device),
         (kinds, "current_index", lambda device: lambda: 0),
         (gpu, "activate", lambda device: contextlib.nullcontext()),
+        (graphs, "is_capturing", lambda: False),
         (gpu_quantizer, "launcher", found.launcher),
         (gpu_quantizer.module, "load", lambda module, device: functions),
         (sm90_fp8, "launcher", found.launcher),
@@ -117,6 +119,21 @@ def test_products_with_the_mean_are_left_out_without_lse(hopper: Gpu) -> None:
     attention_fp8(*hopper.arrays())
     assert hopper.launches[0][1]["lse_shifts"] == 0
     assert hopper.launches[-1][1]["lse_shifts"] == 0
+
+
+@pytest.mark.parametrize("call", [attention_fp8, quantize_fp8])
+def test_a_capture_keeps_its_codes(
+    call: Callable[..., Any], hopper: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(graphs, "_kept", kept)
+    call(*hopper.arrays())
+    assert kept == []
+    monkeypatch.setattr(graphs, "is_capturing", lambda: True)
+    call(*hopper.arrays())
+    (memory,) = kept
+    codes = hopper.launches[-1 if call is quantize_fp8 else -2][1]["q_codes"]
+    assert memory.data.ptr < codes < memory.data.ptr + memory.nbytes
 
 
 def test_a_second_call_of_a_kind_is_not_described_again(

@@ -24,7 +24,7 @@ LAYERS = (
     ("runtime.ptxas", "runtime.progress", "runtime.specialisation", "validate"),
     ("runtime.compiler", "validate_backward"),
     ("runtime.cache",),
-    ("runtime.module", "runtime.launch", "runtime.tensormap", "runtime.tickets"),
+    ("runtime.graphs", "runtime.module", "runtime.launch", "runtime.tensormap", "runtime.tickets"),
     ("operands", "traffic", "merge", "fp8.recipe"),
     ("plan", "kinds", "reference_rows", "fp8.rotation", "fp8.scales", "fp8.inputs"),
     ("reference", "reference_backward", "fp8.tensors"),

@@ -56,7 +56,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     )
     monkeypatch.setattr(sm80, "launcher", made.launcher)
     monkeypatch.setattr(sm80, "_allocate", made.allocate)
-    monkeypatch.setattr(sm80, "lengths_on_device", lambda lens: lens)
+    monkeypatch.setattr(sm80, "lengths_on_device", lambda name, lens: lens)
     return made
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import lengths_on_device
 from ..operands import Operands
 from ..plan import Launch, Plan, Tiling
 from ..runtime import module
 from ..runtime.device import Device
+from ..runtime.graphs import lengths_on_device
 from ..runtime.launch import launcher
 from ..runtime.specialisation import Specialisation
 from ..spec import AttentionSpec
@@ -171,9 +171,9 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
     def run(operands: Operands) -> None:
         lse, q_lens, kv_lens = operands.lse, operands.q_lens, operands.kv_lens
         if q_lens is not None:
-            q_lens = lengths_on_device(q_lens)
+            q_lens = lengths_on_device("q_lens", q_lens)
         if kv_lens is not None:
-            kv_lens = lengths_on_device(kv_lens)
+            kv_lens = lengths_on_device("kv_lens", kv_lens)
         queue(
             operands.q.data.ptr,
             operands.k.data.ptr,

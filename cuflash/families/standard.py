@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import lengths_on_device
 from ..operands import Operands
 from ..plan import Plan, Tiling
 from ..runtime import cublas, module
 from ..runtime.cublas import Matrices
 from ..runtime.device import Device
+from ..runtime.graphs import lengths_on_device
 from ..runtime.specialisation import Specialisation
 from ..spec import AttentionSpec
 
@@ -125,8 +125,8 @@ class _Call:
             plan.spec.dtype,
         )
         self.q_lens, self.kv_lens = (
-            None if lens is None else lengths_on_device(lens)
-            for lens in (operands.q_lens, operands.kv_lens)
+            None if lens is None else lengths_on_device(name, lens)
+            for name, lens in (("q_lens", operands.q_lens), ("kv_lens", operands.kv_lens))
         )
         self.workspace = cupy.empty(plan.tiling.workspace, np.uint8)
         self.arguments = self._lasting_arguments()

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from .. import kinds
-from ..arrays import ArrayInfo, adopt, describe, fingerprint, lengths_on_device
+from ..arrays import ArrayInfo, adopt, describe, fingerprint
 from ..families import sm90_fp8
 from ..operands import Operands, adopt_all
 from ..plan import log_once
 from ..runtime.device import Device, activate, of_array
+from ..runtime.graphs import lengths_on_device
 from ..spec import AttentionSpec, Options
 from . import gpu_quantizer
 from .gpu_tensors import GpuFp8Tensors
@@ -193,8 +194,8 @@ def _taken(what: str, spec: AttentionSpec, recipe: Fp8Recipe) -> Device:
 def _lengths(operands: Operands) -> tuple[Any, Any]:
     q_lens, kv_lens = operands.q_lens, operands.kv_lens
     return (
-        None if q_lens is None else lengths_on_device(q_lens),
-        None if kv_lens is None else lengths_on_device(kv_lens),
+        None if q_lens is None else lengths_on_device("q_lens", q_lens),
+        None if kv_lens is None else lengths_on_device("kv_lens", kv_lens),
     )
 
 

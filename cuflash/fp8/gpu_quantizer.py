@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..families import fused
-from ..runtime import module
+from ..runtime import graphs, module
 from ..runtime.device import Device
 from ..runtime.launch import launcher
 from ..runtime.specialisation import Specialisation
@@ -198,6 +198,7 @@ def prepare(
 
     def run(q: Any, k: Any, v: Any, q_lens: int, kv_lens: int) -> Codes:
         memory = cupy.ndarray(size, np.uint8)
+        graphs.keep(memory)
         base = memory.data.ptr
         at = [base + offset for offset in offsets]
         if not shifted:

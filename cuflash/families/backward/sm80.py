@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import lengths_on_device
 from ...operands import BackwardOperands
 from ...plan import Launch, Plan, Tiling
-from ...runtime import module
+from ...runtime import graphs, module
 from ...runtime.device import Device
+from ...runtime.graphs import lengths_on_device
 from ...runtime.launch import launcher
-from ...runtime.locks import after_fork
 from ...runtime.specialisation import Specialisation
 from ...spec import AttentionSpec, Placement
 from .. import fused
@@ -105,9 +104,9 @@ def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
     def run(operands: BackwardOperands) -> None:
         q_lens, kv_lens = operands.q_lens, operands.kv_lens
         if q_lens is not None:
-            q_lens = lengths_on_device(q_lens)
+            q_lens = lengths_on_device("q_lens", q_lens)
         if kv_lens is not None:
-            kv_lens = lengths_on_device(kv_lens)
+            kv_lens = lengths_on_device("kv_lens", kv_lens)
         # Given back when the last launch is queued: what takes it next on this stream runs later.
         workspace = _allocate(size)
         pointers = (
@@ -131,19 +130,12 @@ def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
     return run
 
 
-_captured: list[Any] = []  # workspace of graphs, never given back: nobody tells when one is gone
-after_fork(_captured.clear)
-
-
 def _allocate(size: int) -> Any:
-    """Memory of the pool of the current device and stream. A capture keeps it, for its graph's
-    launches write there whenever they run.
-    """
-    from cupy.cuda import alloc, get_current_stream
+    """Memory of the pool of the current device and stream."""
+    from cupy.cuda import alloc
 
-    memory, stream = alloc(size), get_current_stream()
-    if stream.ptr and stream.is_capturing():  # the legacy default stream never is
-        _captured.append(memory)
+    memory = alloc(size)
+    graphs.keep(memory)
     return memory
 
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import lengths_on_device
 from ...operands import BackwardOperands
 from ...plan import Launch, Plan, Tiling
-from ...runtime import module, tensormap
+from ...runtime import graphs, module, tensormap
 from ...runtime.device import Device
+from ...runtime.graphs import lengths_on_device
 from ...runtime.launch import launcher
 from ...runtime.specialisation import Specialisation
 from ...spec import AttentionSpec, Placement
@@ -94,7 +94,6 @@ def plan(spec: AttentionSpec, device: Device) -> Tiling:
 
 def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
     import cupy
-    from cupy.cuda import get_current_stream
 
     spec, launch = plan.spec, plan.tiling.launch
     assert launch is not None
@@ -115,19 +114,19 @@ def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
     layouts = [of_name[name] for name in _MAPS]
     places = cut.places
     size, offsets = (cut.workspace,), [places[name] for name in _PARTS]
-    captured: list[Any] = []  # never given back: nobody tells when a graph is gone
 
     @functools.lru_cache(maxsize=256)
     def maps_at(*addresses: int) -> bytes:
         return b"".join(map(tensormap.at, layouts, addresses))
 
     def run(operands: BackwardOperands) -> None:
-        lens = [getattr(operands, name) for name in _LENGTHS]
-        lens = [None if given is None else lengths_on_device(given) for given in lens]
+        lens = [
+            None if given is None else lengths_on_device(name, given)
+            for name in _LENGTHS
+            for given in [getattr(operands, name)]
+        ]
         workspace = cupy.ndarray(size, np.uint8)
-        stream = get_current_stream()
-        if stream.ptr and stream.is_capturing():  # the graph runs whenever it likes
-            captured.append((workspace, lens))
+        graphs.keep(workspace)
         base, dout = workspace.data.ptr, operands.dout.data.ptr
         values = (
             maps_at(
