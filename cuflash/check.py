@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from . import dispatch, families, oracle
 from .api import attention, explain
 from .runtime.device import CPU, Device, activate, cuda_devices
 
-_NUMPY_DTYPE = {
+NUMPY_DTYPE = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
     "float32": np.float32,
@@ -31,6 +32,7 @@ TOLERANCE = {
     "float32": _FLOAT32,
     "float64": 64 * 2.0**-53,
 }
+SCORE_SIZE = 32.0  # for which these tolerances hold
 # Absolute error of the LSE: that of a float32 score below 32, a few units of 2**-24 * 32.
 LSE_TOLERANCE = {"float16": 1e-5, "bfloat16": 1e-5, "float32": 1e-5, "float64": 1e-13}
 
@@ -120,7 +122,7 @@ def run(
     """
     rng = np.random.default_rng(secrets.randbits(64) if seed is None else seed)
     for device in (CPU, *cuda_devices()):
-        for dtype, numpy_dtype in _NUMPY_DTYPE.items():
+        for dtype, numpy_dtype in NUMPY_DTYPE.items():
             for problem in PROBLEMS:
                 arrays, options = inputs(problem, numpy_dtype, rng)
                 for family in families.BUILT:
@@ -128,7 +130,7 @@ def run(
                     if (
                         wanted
                         and (not dtypes or dtype in dtypes)
-                        and _runs_on(family, device, dtype)
+                        and runs_on(family, device, dtype)
                     ):
                         yield _check(family, device, problem, dtype, arrays, options)
 
@@ -169,7 +171,36 @@ def scaled_error(
     return float((error / np.where(size == 0, 1.0, size)).max(initial=0.0))
 
 
-def _runs_on(family: str, device: Device, dtype: str) -> bool:
+def score_size(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any], options: dict[str, Any]) -> float:
+    """Largest ``|scale| * sum(|q| * |k|) + |bias|``: what rounding errors of scores scale with."""
+    layout = options.get("layout", "bhsd")
+    queries, keys = (finite_size(four_axes(a, layout)) for a in (q, k))
+    group = queries.shape[1] // max(keys.shape[1], 1)
+    products = queries @ keys.repeat(max(group, 1), axis=1).swapaxes(-1, -2)
+    scale = options.get("scale")
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else abs(float(scale))
+    bias = options.get("bias")
+    largest_bias = 0.0 if bias is None else float(finite_size(bias).max(initial=0.0))
+    return factor * float(products.max(initial=0.0)) + largest_bias
+
+
+def finite_size(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Absolute values in float64; 0 for NaN and Inf, which no tolerance covers."""
+    values = np.abs(array.astype(np.float64))
+    finite: np.ndarray[Any, Any] = np.where(np.isfinite(values), values, 0.0)
+    return finite
+
+
+def four_axes(array: np.ndarray[Any, Any], layout: str) -> np.ndarray[Any, Any]:
+    """An array as (batch, heads, seq, dim)."""
+    if layout == "bshd" and array.ndim >= 3:
+        array = array.swapaxes(-3, -2)
+    shaped: np.ndarray[Any, Any] = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    return shaped
+
+
+def runs_on(family: str, device: Device, dtype: str) -> bool:
+    """Whether arrays of a device and a dtype are a family's at all."""
     if dtype == "float64" and device.kind == "cuda":
         return False  # refused before dispatch
     return (family == "reference") == (device.kind == "cpu")
@@ -187,13 +218,10 @@ def _check(
     exact, exact_lse = oracle.attention(q, k, v, **options)
     size, _ = oracle.attention(q, k, np.abs(v), **options)
     with activate(device):
-        moved = {name: _on(device, array) for name, array in arrays.items()}
-        moved_options = {
-            n: _on(device, o) if isinstance(o, np.ndarray) else o for n, o in options.items()
-        }
-        moved_options["out"] = _poisoned(device, exact.shape, arrays["q"].dtype)
-        place = str(device) if device.kind == "cpu" else f"{device.name} {device.index}"
-        plan = explain(**moved, **moved_options)
+        given = {name: moved(device, value) for name, value in (arrays | options).items()}
+        given["out"] = poisoned(device, exact.shape, arrays["q"].dtype)
+        place = name_of(device)
+        plan = explain(**given)
         if reasons := dispatch.reasons_against(family, plan.spec, device):
             return Result(
                 family,
@@ -205,8 +233,8 @@ def _check(
                 True,
                 f"refused: {'; '.join(reasons)}",
             )
-        out, lse = attention(**moved, **moved_options, return_lse=True, kernel=family)
-        out, lse = _back(out), _back(lse)
+        out, lse = attention(**given, return_lse=True, kernel=family)
+        out, lse = back(out), back(lse)
     error, lse_error = scaled_error(out, exact, size), _absolute_error(lse, exact_lse)
     passed = error <= TOLERANCE[dtype] and lse_error <= LSE_TOLERANCE[dtype]
     return Result(family, place, dtype, problem.name, error, lse_error, passed)
@@ -219,18 +247,25 @@ def _absolute_error(got: np.ndarray[Any, Any], exact: np.ndarray[Any, Any]) -> f
     return float("inf") if np.isnan(distance).any() else float(distance.max(initial=0.0))
 
 
-def _on(device: Device, array: np.ndarray[Any, Any]) -> Any:
-    if device.kind == "cpu":
-        return array
+def name_of(device: Device) -> str:
+    """As results call it."""
+    return str(device) if device.kind == "cpu" else f"{device.name} {device.index}"
+
+
+def moved(device: Device, option: Any) -> Any:
+    """An array of the host on a device; what is no array as it is."""
+    if device.kind == "cpu" or not isinstance(option, np.ndarray):
+        return option
     import cupy
 
-    return cupy.asarray(array)
+    return cupy.asarray(option)
 
 
-def _poisoned(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+def poisoned(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """Output memory full of NaN, so that an element that was not written shows."""
-    return _on(device, np.full(shape, np.nan, dtype))
+    return moved(device, np.full(shape, np.nan, dtype))
 
 
-def _back(array: Any) -> np.ndarray[Any, Any]:
+def back(array: Any) -> np.ndarray[Any, Any]:
+    """An array of a device on the host."""
     return array if isinstance(array, np.ndarray) else array.get()

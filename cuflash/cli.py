@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import check, cli_fp8, cli_kernels
+from . import check, check_gradients, cli_fp8, cli_kernels
 from .api import explain
 from .arrays import ArrayInfo
 from .cli_shared import add_command, as_json, list_examples, words
@@ -116,10 +116,15 @@ def _add_check(commands: Any) -> None:
         "run every family that this machine can run against the float64 oracle",
         "cuflash check",
         "cuflash check --family reference --dtype float32,bfloat16 --seed 1",
+        "cuflash check --backward",
     )
     command.add_argument("--family", type=words(PREFERENCE), default=(), metavar="NAME[,NAME]")
     command.add_argument("--dtype", type=words(CPU_DTYPES), default=(), metavar="NAME[,NAME]")
     command.add_argument("--seed", type=int, help="of the random inputs; default: fresh ones")
+    command.add_argument(
+        "--backward", action="store_true",
+        help="gradients instead; errors are in parts of what rounding can make of an element",
+    )  # fmt: skip
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -184,7 +189,8 @@ def _check(options: argparse.Namespace) -> int:
     columns = "{:<10} {:<9} {:<24} {:>10} {:>10}  {}"
     if not options.json:
         print(columns.format("family", "dtype", "problem", "error", "lse error", "result"))
-    for result in check.run(options.family, options.dtype, options.seed):
+    run = check_gradients.run if options.backward else check.run
+    for result in run(options.family, options.dtype, options.seed):
         results.append(result)
         if not options.json:
             errors = ["-" if e is None else f"{e:.1e}" for e in (result.error, result.lse_error)]

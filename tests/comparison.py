@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import ml_dtypes
@@ -20,9 +19,6 @@ DTYPES: dict[str, Any] = {
 }
 STORAGES = ("contiguous", "transposed", "stepped", "reversed", "offset", "broadcast")
 WRITABLE_STORAGES = STORAGES[:-1]
-
-# `check.TOLERANCE` and `check.LSE_TOLERANCE` hold for scores up to this size.
-_SCORE_SIZE = 32.0
 
 
 def store(array: Array, storage: str, axis: int = 0) -> Array:
@@ -83,26 +79,13 @@ def away_from_zero(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any)
     return (values + np.copysign(2.0**-6, values)).astype(dtype)
 
 
-def score_size(q: Array, k: Array, options: dict[str, Any]) -> float:
-    """Largest ``|scale| * sum(|q| * |k|) + |bias|``: what rounding errors of scores scale with."""
-    layout = options.get("layout", "bhsd")
-    queries, keys = (_finite_size(_bhsd(a, layout)) for a in (q, k))
-    group = queries.shape[1] // max(keys.shape[1], 1)
-    products = queries @ keys.repeat(max(group, 1), axis=1).swapaxes(-1, -2)
-    scale = options.get("scale")
-    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else abs(float(scale))
-    bias = options.get("bias")
-    largest_bias = 0.0 if bias is None else float(_finite_size(bias).max(initial=0.0))
-    return factor * float(products.max(initial=0.0)) + largest_bias
-
-
 def tolerances(dtype: str, size: float) -> tuple[float, float]:
     """Of out, relative to ``sum(weights * |v|)``, and of the LSE, absolute.
 
     A weight's relative error is its score's absolute one, a few units in the last place of `size`;
     the rounding of results to 16 bits does not grow with it.
     """
-    growth = max(1.0, size / _SCORE_SIZE)
+    growth = max(1.0, size / check.SCORE_SIZE)
     accumulated = check.TOLERANCE["float64" if dtype == "float64" else "float32"]
     out = check.TOLERANCE[dtype] + (growth - 1.0) * accumulated
     return out, growth * check.LSE_TOLERANCE[dtype]
@@ -114,7 +97,7 @@ def assert_attention(
     """Assert that results on the host are attention of these host arrays, by the oracle."""
     exact, exact_lse = oracle.attention(q, k, v, **options)
     size, _ = oracle.attention(q, k, np.abs(v), **options)
-    out_tolerance, lse_tolerance = tolerances(q.dtype.name, score_size(q, k, options))
+    out_tolerance, lse_tolerance = tolerances(q.dtype.name, check.score_size(q, k, options))
     assert out.dtype == q.dtype
     assert out.shape == exact.shape
     error = check.scaled_error(out, exact, size)
@@ -131,17 +114,5 @@ def assert_attention(
     assert error <= lse_tolerance, f"LSE is {error / lse_tolerance:.3g} tolerances off"
 
 
-def _finite_size(array: Array) -> Array:
-    """Absolute values in float64; 0 for NaN and Inf, which no tolerance covers."""
-    values = np.abs(array.astype(np.float64))
-    return np.where(np.isfinite(values), values, 0.0)
-
-
 def _filler(array: Array) -> Any:
     return True if array.dtype == bool else np.nan
-
-
-def _bhsd(array: Array, layout: str) -> Array:
-    if layout == "bshd" and array.ndim >= 3:
-        array = array.swapaxes(-3, -2)
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)

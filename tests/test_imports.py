@@ -51,7 +51,7 @@ LAYERS = (
     ("api", "backward"),
     ("",),
     ("check", "cli_shared", "fp8.problems", "fp8.records"),
-    ("cli_kernels", "fp8.experiment", "fp8.figures"),
+    ("check_gradients", "cli_kernels", "fp8.experiment", "fp8.figures"),
     ("cli_fp8",),
     ("cli",),
     ("__main__",),
