@@ -25,7 +25,7 @@ from .race import Pace
 from .session import Session
 from .shapes import select
 
-_PACE = Pace(rounds=5, settle_ms=30.0, window_ms=12.0, patience_s=3.0)
+_PACE = Pace(rounds=4, settle_ms=30.0, window_ms=12.0, patience_s=3.0)
 _SLOW_TO_PREPARE = "fa4"  # compiles for each kind of problem
 _LISTS = ("paper", "gqa", "decode", "long", "cross", "short")
 
@@ -67,17 +67,17 @@ def steps(
         if peers is None:
             peers = [name for name in columns.PEERS if name != _SLOW_TO_PREPARE]
             run_.results.skip(_SLOW_TO_PREPARE, "compiles for too long; --peers has it measured")
-    recipes = columns.RECIPES[:2]
+    recipes, gradients = columns.RECIPES[:2], select("paper", dims=(64, 128))
     return [
-        ("host", 20, lambda: host.measure(run_, rounds=21)),
-        ("forward", 200, lambda: forward.measure(run_, lists, peers)),
-        ("backward", 70, lambda: backward.measure(run_, [("paper", select("paper"))])),
-        ("fp8", 50, lambda: fp8.measure(run_, select("fp8"), recipes)),
-        ("quantize", 45, lambda: quantize.measure(run_, select("fp8"), recipes)),
-        ("memory", 45, lambda: memory.measure(run_)),
-        ("io", 35, lambda: io.measure(run_)),
-        ("static", 20, lambda: static.measure(run_)),
-        ("compile", 15, lambda: compile_time.measure(run_)),
+        ("host", 15, lambda: host.measure(run_, rounds=21)),
+        ("forward", 225, lambda: forward.measure(run_, lists, peers)),
+        ("backward", 60, lambda: backward.measure(run_, [("paper", gradients)])),
+        ("fp8", 45, lambda: fp8.measure(run_, select("fp8"), recipes)),
+        ("quantize", 35, lambda: quantize.measure(run_, select("fp8"), recipes)),
+        ("memory", 25, lambda: memory.measure(run_)),
+        ("io", 25, lambda: io.measure(run_)),
+        ("static", 15, lambda: static.measure(run_)),
+        ("compile", 45, lambda: compile_time.measure(run_)),
     ]
 
 
