@@ -71,7 +71,7 @@ extern "C" __attribute__((visibility("default"))) void query_tiles(
 needs_cpp = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 
-def library_of(spec: Specialisation) -> ctypes.CDLL:
+def host_code(spec: Specialisation) -> ctypes.CDLL:
     """The kernels of a specialisation, compiled for the host."""
     return ctypes.CDLL(str(_build(spec)))
 
@@ -80,10 +80,10 @@ class EmulatedKernels:
     """Stands for a loaded module, and for what queues its kernels."""
 
     def __init__(self, spec: Specialisation) -> None:
-        self.library = library_of(spec)
+        self.code = host_code(spec)
 
     def function(self, name: str) -> Any:
-        return getattr(self.library, f"{name}_run")
+        return getattr(self.code, f"{name}_run")
 
 
 def launcher(
@@ -114,7 +114,7 @@ def _build(spec: Specialisation) -> Path:
     stem = _folder() / hashlib.sha256(text.encode()).hexdigest()[:16]
     stem.with_suffix(".cpp").write_text(text)
     command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{HEADERS}"]
-    command += ["-fvisibility=hidden", "-fno-gnu-unique"]  # libraries share no names
+    command += ["-fvisibility=hidden", "-fno-gnu-unique"]  # what is loaded shares no names
     command += [f"-I{source.root()}", str(stem.with_suffix(".cpp")), "-o", f"{stem}.so"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]

@@ -12,7 +12,7 @@ from attention_cases import Case, NumpyBackend, load_cases, takes_gradients
 from backward_cases import host_backward
 from backward_trials import judge
 from comparison import Array
-from emulated_gpu import emulated_backward, library_of, needs_cpp, run_emulated
+from emulated_gpu import emulated_backward, host_code, needs_cpp, run_emulated
 from gpu_cases import Problem
 
 import cuflash
@@ -106,7 +106,7 @@ def test_blocks_go_through_the_tiles_that_matter() -> None:
     variant = sm80._Variant(256, 256, "float16", True, False, True, True)
     tile = variant.tile(named("8.6"))
     assert (tile.q_rows, tile.keys, tile.dq_keys) == (32, 32, 32)
-    library = library_of(variant.specialisation(tile))
+    code = host_code(variant.specialisation(tile))
     found = (ctypes.c_int * 4)()
     for q_len, kv_len, left, right, top_left in itertools.product(
         LENGTHS, LENGTHS, BOUNDS, BOUNDS, (False, True)
@@ -116,7 +116,7 @@ def test_blocks_go_through_the_tiles_that_matter() -> None:
         bounds = [1 << 29 if bound is None else bound for bound in (left, right)]
         for name, some in (("key", blocks), ("query", blocks.swapaxes(0, 1))):
             for at, row in enumerate(some):
-                getattr(library, f"{name}_tiles")(32 * at, q_len, kv_len, diagonal, *bounds, found)
+                getattr(code, f"{name}_tiles")(32 * at, q_len, kv_len, diagonal, *bounds, found)
                 _assert_walk(row, list(found))
 
 
