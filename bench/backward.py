@@ -8,7 +8,7 @@ from typing import Any
 
 from . import columns, options, session
 from .session import Session
-from .shapes import LISTS, Problem, select
+from .shapes import LISTS, Problem
 
 _DTYPES = ("float16", "bfloat16")
 
@@ -30,16 +30,7 @@ def add_parser(commands: Any) -> None:
 
 def run(run_: Session, chosen: argparse.Namespace) -> None:
     """As the options say."""
-    problems = [
-        (
-            name,
-            select(
-                name, dims=chosen.dims, seqs=chosen.seqs, dtypes=chosen.dtypes, masks=chosen.masks
-            ),
-        )
-        for name in chosen.list or ("paper",)
-    ]
-    measure(run_, problems, options.peers_of(chosen))
+    measure(run_, options.problems_of(chosen, "paper"), options.peers_of(chosen))
 
 
 def measure(
@@ -59,7 +50,6 @@ def measure(
     with run_.team(columns.backward(run_.kernel, wanted)) as team:
         if columns.OURS in team.absent:
             raise RuntimeError(f"cuflash itself: {team.absent[columns.OURS]}")
-        kind = "gradients {dtype}"
-        for rows in run_.race_lists("backward", problems, team, kind, gradients=True):
+        for rows in run_.race_lists("backward", problems, team, gradients=True):
             for name in columns.OURS_BACKWARD:
                 session.print_summary(rows, name, columns.OURS_BACKWARD)

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import columns, options, session
 from .session import Session
-from .shapes import LISTS, Problem, select
+from .shapes import LISTS, Problem
 
 _DTYPES = ("float16", "bfloat16", "float32")
 
@@ -33,14 +33,8 @@ def add_parser(commands: Any) -> None:
 
 def run(run_: Session, chosen: argparse.Namespace) -> None:
     """As the options say."""
-    lists = chosen.list or (("cpu",) if run_.place == "cpu" else ("paper",))
-    problems = []
-    for name in lists:
-        some = select(
-            name, dims=chosen.dims, seqs=chosen.seqs, dtypes=chosen.dtypes, masks=chosen.masks
-        )
-        problems.append((name, some))
-    measure(run_, problems, options.peers_of(chosen))
+    default = "cpu" if run_.place == "cpu" else "paper"
+    measure(run_, options.problems_of(chosen, default), options.peers_of(chosen))
 
 
 def measure(
@@ -61,5 +55,5 @@ def measure(
     with run_.team(columns.forward(run_.kernel, run_.place, wanted)) as team:
         if columns.OURS in team.absent:
             raise RuntimeError(f"cuflash itself: {team.absent[columns.OURS]}")
-        for rows in run_.race_lists("forward", problems, team, "{dtype}"):
+        for rows in run_.race_lists("forward", problems, team):
             session.print_summary(rows, columns.OURS)

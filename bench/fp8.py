@@ -8,7 +8,7 @@ from typing import Any
 
 from . import columns, options, session
 from .session import Session
-from .shapes import LISTS, Problem, select
+from .shapes import LISTS, Problem
 
 
 def add_parser(commands: Any) -> None:
@@ -29,10 +29,7 @@ def add_parser(commands: Any) -> None:
 def run(run_: Session, chosen: argparse.Namespace) -> None:
     """As the options say."""
     peers = options.peers_of(chosen)
-    for name in chosen.list or ("fp8",):
-        problems = select(
-            name, dims=chosen.dims, seqs=chosen.seqs, dtypes=chosen.dtypes, masks=chosen.masks
-        )
+    for name, problems in options.problems_of(chosen, "fp8"):
         measure(run_, problems, chosen.recipes, peers, name)
 
 

@@ -15,6 +15,7 @@ from .samples import Array, Sample, rows_of
 from .shapes import Problem
 
 NAMES = ("dq", "dk", "dv")
+LEAST = 1 / 16  # for `samples.error_of`
 _SEED = 77  # of the gradient by the result
 _QUERIES = 1024  # at a time
 

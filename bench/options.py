@@ -13,6 +13,7 @@ from cuflash.dispatch import KERNELS
 from .columns import RECIPES
 from .race import Pace
 from .runner import run_bench
+from .shapes import Problem, select
 
 _PACE = Pace()
 NONE = "none"
@@ -80,6 +81,19 @@ def add_selection(
         "--masks", type=words(("full", "causal")), default=(), metavar="NAME[,NAME]",
         help="of full, causal; default: the list's",
     )  # fmt: skip
+
+
+def problems_of(chosen: argparse.Namespace, *default: str) -> list[tuple[str, list[Problem]]]:
+    """The lists of `add_selection` by name, and what of each the options leave."""
+    return [
+        (
+            name,
+            select(
+                name, dims=chosen.dims, seqs=chosen.seqs, dtypes=chosen.dtypes, masks=chosen.masks
+            ),
+        )
+        for name in chosen.list or default
+    ]
 
 
 def add_kernel(command: argparse.ArgumentParser) -> None:

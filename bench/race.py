@@ -191,10 +191,10 @@ def _compare(
     """The error of a result, or of each gradient and the largest of them, and what is wrong."""
     if not gradients:
         found, exact = found[None], exact[None]
-    names = gradient_samples.NAMES if gradients else ("",)
+    names, least = (gradient_samples.NAMES, gradient_samples.LEAST) if gradients else (("",), 0.0)
     errors: dict[str, float | None] = {}
     for name, some, right in zip(names, found, exact, strict=True):
-        error, worst = samples.error_of(some, right)
+        error, worst = samples.error_of(some, right, least)
         errors[name] = error if error < float("inf") else None
         if not samples.is_right(error, worst, kind):
             text = f"relative L2 error {error:.2g}, {worst:.2g} in one row"

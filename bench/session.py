@@ -113,16 +113,13 @@ class Session:
         bench: str,
         problems: Iterable[tuple[str, Sequence[Problem]]],
         team: Team,
-        bound: str,
         gradients: bool = False,
     ) -> Iterator[list[dict[str, Any]]]:
-        """`race` for each named list and dtype in it, ours against the others; `bound` is the name
-        of their bound in `samples.BOUNDS`, of which ``{dtype}`` is a part.
-        """
+        """`race` for each named list and dtype in it, ours against the others."""
         for label, some in problems:
             for dtype in dict.fromkeys(problem.dtype for problem in some):
                 mine = [problem for problem in some if problem.dtype == dtype]
-                judged = dict.fromkeys(team.specs, bound.format(dtype=dtype))
+                judged = dict.fromkeys(team.specs, dtype)
                 yield self.race(
                     bench, mine, team, (columns.OURS,), judged, gradients=gradients, list=label
                 )

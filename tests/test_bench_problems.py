@@ -139,7 +139,7 @@ def test_exact_rows_of_gradients_are_those_of_the_oracle(problem: Problem) -> No
     wrong = [gradient.copy() for gradient in exact]
     wrong[1][:, -1] *= 1.1
     of_dk = gradient_samples.found_rows(np, problem, wrong, chosen)[1]
-    assert not samples.is_right(*samples.error_of(of_dk, found[1]), "gradients float16")
+    assert not samples.is_right(*samples.error_of(of_dk, found[1]), "float16")
 
 
 def test_samples_have_the_corners_and_others() -> None:
@@ -167,6 +167,21 @@ def test_errors_are_of_all_rows_and_of_the_worst() -> None:
     found[0, 0] = np.nan
     assert samples.error_of(found, exact) == (math.inf, math.inf)
     assert samples.error_of(found[:3], exact) == (math.inf, math.inf)
+
+
+def test_a_small_row_that_is_wrong_is_not_lost_beside_large_ones() -> None:
+    """Of a causal mask the last rows are small; of its gradients some are exactly 0."""
+    exact = np.ones((20, 9))
+    exact[-1] /= 100
+    found = exact.astype(np.float32)
+    found[-1] *= -1
+    _, worst = samples.error_of(found, exact)
+    assert worst == pytest.approx(2.0)
+    _, worst = samples.error_of(found, exact, gradient_samples.LEAST)
+    assert not samples.is_right(0.0, worst, "bfloat16")
+    exact[0], found[0], found[-1] = 0.0, 1e-6, exact[-1]
+    _, worst = samples.error_of(found, exact, gradient_samples.LEAST)
+    assert samples.is_right(0.0, worst, "float16")
 
 
 @pytest.mark.parametrize("kind", samples.BOUNDS)
