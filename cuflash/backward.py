@@ -53,13 +53,16 @@ def attention_backward(
 
     Parameters
     ----------
-    dout : array
+    dout : array, (batch, heads, q_len, head_dim_v)
         Gradient by the result: shaped like it, in q's dtype, of any strides, stride 0 (broadcast)
         included. Rows past `q_lens` are not looked at.
     q, k, v : array
-        As given to `attention`.
+        As given to `attention`: (batch, heads, q_len, head_dim), (batch, kv_heads, kv_len,
+        head_dim) and (batch, kv_heads, kv_len, head_dim_v), or with fewer axes, or as `layout` has
+        them; float16, bfloat16, float32, on the CPU also float64.
     out, lse : array
-        Both results of ``attention(q, k, v, ..., return_lse=True)``.
+        Both results of ``attention(q, k, v, ..., return_lse=True)``: shaped like `dout`, in q's
+        dtype; and (batch, heads, q_len) in every layout, float32 (float64 for float64 inputs).
     scale, causal, causal_align, window, softcap, mask, bias, q_lens, kv_lens, layout
         As given to `attention`. `bias` is taken as a constant: it enters the weights, and has no
         gradient here.

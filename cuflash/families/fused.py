@@ -30,6 +30,17 @@ def reasons_against(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
+def reasons_against_ampere(spec: AttentionSpec, device: Device) -> list[str]:
+    """The same of kernels on mma.sync and asynchronous copies, from compute capability 8.0 on."""
+    reasons = []
+    if device.compute_capability is None:
+        reasons.append("needs a GPU")
+    elif device.compute_capability < (8, 0):
+        major, minor = device.compute_capability
+        reasons.append(f"needs compute capability 8.0 or newer, not {major}.{minor}")
+    return reasons + reasons_against(spec)
+
+
 def reasons_against_hopper(
     spec: AttentionSpec,
     device: Device,

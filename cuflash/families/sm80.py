@@ -119,13 +119,7 @@ _RESERVED = 2048  # shared memory that each block takes beside its tiles: the sy
 
 
 def supports(spec: AttentionSpec, device: Device) -> list[str]:
-    reasons = []
-    if device.compute_capability is None:
-        reasons.append("needs a GPU")
-    elif device.compute_capability < (8, 0):
-        major, minor = device.compute_capability
-        reasons.append(f"needs compute capability 8.0 or newer, not {major}.{minor}")
-    reasons += fused.reasons_against(spec)
+    reasons = fused.reasons_against_ampere(spec, device)
     if not spec.is_empty:
         read = {"k": spec.head_dim, "v": spec.head_dim_v} if spec.kv_len else {}
         for name, dim in {"q": spec.head_dim, **read, "out": spec.head_dim_v}.items():

@@ -49,13 +49,7 @@ _ROW_THREADS = 256
 
 
 def supports(spec: AttentionSpec, device: Device) -> list[str]:
-    reasons = []
-    if device.compute_capability is None:
-        reasons.append("needs a GPU")
-    elif device.compute_capability < (8, 0):
-        major, minor = device.compute_capability
-        reasons.append(f"needs compute capability 8.0 or newer, not {major}.{minor}")
-    reasons += fused.reasons_against(spec)
+    reasons = fused.reasons_against_ampere(spec, device)
     if not spec.is_empty:
         for name, place in _placements(spec).items():
             is_keys = name in ("k", "v", "dk", "dv")
