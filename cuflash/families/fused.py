@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from ..runtime import tensormap
 from ..runtime.device import Device
@@ -81,6 +84,20 @@ def buckets(
     pair = tuple(next(size for size in known if dim <= size) for dim in (head_dim, head_dim_v))
     first, second = pair
     return (first, second) if pair in unequal else (max(pair), max(pair))
+
+
+def struct_of(fields: list[tuple[str, Any]]) -> np.dtype[Any]:
+    """A kernel's arguments as C++ lays them out, in whole units of the 64 bytes that tensor maps
+    are aligned to.
+    """
+    return np.dtype(
+        {
+            "names": [name for name, _ in fields],
+            "formats": [kind for _, kind in fields],
+            "itemsize": -(-np.dtype(fields, align=True).itemsize // 64) * 64,
+        },
+        align=True,
+    )
 
 
 def module_name(

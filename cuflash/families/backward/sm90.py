@@ -53,15 +53,7 @@ _FIELDS: list[tuple[str, Any]] = [
     *((name, np.int32) for name in _INTS),
     *((name, np.float32) for name in _FLOATS),
 ]
-ARGUMENTS = np.dtype(
-    {
-        "names": [name for name, _ in _FIELDS],
-        "formats": [kind for _, kind in _FIELDS],
-        # C++ rounds the size up to the alignment of the maps, 64 bytes.
-        "itemsize": -(-np.dtype(_FIELDS, align=True).itemsize // 64) * 64,
-    },
-    align=True,
-)
+ARGUMENTS = fused.struct_of(_FIELDS)
 # From call to call.
 _CHANGING = Struct(f"{len(_MAPS) * tensormap.BYTES}s{len(_ARRAYS) + len(_LENGTHS) + len(_PARTS)}Q")
 
