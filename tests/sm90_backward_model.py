@@ -1,9 +1,9 @@
 """The backward kernel of sm90 without a GPU: its work, and its threads as steps that wait.
 
-`find` and `turn` are `struct Work` of cuda_src/sm90_backward/work.cuh. `Device` runs the threads of
-some blocks in any order: each is a generator that yields what it waits for. Barriers and named
-barriers count as the hardware's do; slots of shared memory know what they hold and who has still to
-read it, so that a slot that is overwritten too early, or read too early, is a failure.
+`find`, `tile_at` and `turn` are `struct Work` of cuda_src/sm90_backward/work.cuh. `run` has the
+threads of some blocks run in any order: each is a generator that yields what it waits for. Barriers
+and named barriers count as the hardware's do; slots of shared memory know what they hold and who
+has still to read it, so that a slot that is overwritten too early, or read too early, is a failure.
 """
 
 from __future__ import annotations
@@ -95,17 +95,31 @@ def find(shape: Shape, tile: int) -> Work:
     return Work(tile, begin, end, clean_begin, clean_end)
 
 
-def first_of_turn(q_tile: int, together: int) -> int:
-    """`first_of_turn`: the lowest of the tiles that share a turn."""
-    return q_tile // together * together
+def sweeps(shape: Shape) -> bool:
+    """`Work::SWEEPS`, where tiles of keys add to dQ in turn."""
+    return shape.bounded and shape.left == FAR
 
 
-def turn(shape: Shape, tile: int, q_tile: int, together: int = 1) -> int:
+def tile_at(shape: Shape, place: int, sweep: int) -> int:
+    """`Work::find_tile`: the tile of keys at a place of the order, in sweeps of so many."""
+    first = place // sweep * sweep
+    if not sweeps(shape) or place // sweep % 2 == 1:
+        return place
+    return first + min(first + sweep, shape.key_tiles) - 1 - place
+
+
+def turn(shape: Shape, tile: int, q_tile: int, sweep: int) -> int:
     """`Work::turn`."""
-    if shape.left == FAR:
+    if shape.left != FAR:
+        return tile - max(0, q_tile * shape.bm + shape.diagonal - shape.left) // shape.bn
+    if not sweeps(shape) or tile // sweep % 2 == 1:
         return tile
-    first_row = first_of_turn(q_tile, together) * shape.bm
-    return tile - max(0, first_row + shape.diagonal - shape.left) // shape.bn
+    _, kv_len = shape.lengths
+    first = tile // sweep * sweep
+    last = min(first + sweep, shape.key_tiles) - 1
+    end_row = (q_tile + 1) * shape.bm
+    last_key = kv_len - 1 - max(0, kv_len - end_row - shape.diagonal - shape.right)
+    return first + min(last, last_key // shape.bn) - tile
 
 
 @dataclass
@@ -185,14 +199,21 @@ class Kernel:
     parted: bool = False
     q_stages: int = 2
     o_stages: int = 2
-    dq_stages: int = 1
     dq_chunks: int = 1
     ordered: bool = False
-    together: int = 1  # tiles of queries that share a turn
+    sweep: int = 1  # tiles of keys after which the order is another
     tickets: int = 0
     turns: dict[object, int] = field(default_factory=dict)
     added: list[object] = field(default_factory=list)
     stored: list[object] = field(default_factory=list)
+
+
+@dataclass
+class Shares:
+    """Of dQ: what a warpgroup knows of those it has handed over."""
+
+    handed_over: int = 0
+    unannounced: bool = False
 
 
 class Block:
@@ -205,7 +226,7 @@ class Block:
         k, groups = kernel, self.GROUPS
         self.works = [Slot() for _ in range(2)]
         self.work_full = [Barrier(1) for _ in range(2)]
-        self.work_empty = [Barrier(2 * groups + 1) for _ in range(2)]
+        self.work_empty = [Barrier(groups + 3) for _ in range(2)]
         self.q_full = [Barrier(1) for _ in range(k.q_stages)]
         self.q_empty = [Barrier(groups) for _ in range(k.q_stages)]
         self.o_full = [Barrier(1) for _ in range(k.o_stages)]
@@ -214,21 +235,22 @@ class Block:
         self.o = [Slot() for _ in range(k.o_stages)]
         self.k_full, self.v_full, self.kv_empty = Barrier(1), Barrier(1), Barrier(groups)
         self.keys, self.values = Slot(), Slot()
-        self.dq_full = [[Barrier(1) for _ in range(k.dq_stages)] for _ in range(groups)]
-        self.dq_empty = [[Barrier(1) for _ in range(k.dq_stages)] for _ in range(groups)]
-        self.dq = [[Slot() for _ in range(k.dq_stages)] for _ in range(groups)]
+        self.dq_full = [[Barrier(1) for _ in range(2)] for _ in range(groups)]  # of each adder
+        self.dq_empty = [Barrier(1) for _ in range(groups)]
+        self.dq = [Slot() for _ in range(groups)]
         self.scores = [Slot() for _ in range(2)]
         self.weights = Slot()
         self.staged = 0  # sums on their way out, from where dS, weights and dQ were
         self.meet_scores, self.meet_all = Meeting(groups), Meeting(groups)
-        self.meet_weights, self.meet_weights_read = Meeting(2), Meeting(2)
+        # Where tiles are parted, of what one warpgroup hands to the other.
+        self.weights_full, self.weights_empty, self.scores_full = (Barrier(1) for _ in range(3))
 
     def threads(self) -> list[Thread]:
         consume = self.consume_parted if self.k.parted else self.consume
         groups = range(self.GROUPS)
         return [
             self.produce_queries(), self.produce_keys(),
-            *(self.add(g) for g in groups), *(consume(g) for g in groups),
+            *(self.add(which) for which in range(2)), *(consume(g) for g in groups),
         ]  # fmt: skip
 
     # --- who fetches ------------------------------------------------------------------------------
@@ -239,7 +261,7 @@ class Block:
 
         def hand_over(record: object) -> Thread:
             yield self.work_empty[place.slot].done(place.parity)
-            self.works[place.slot].write(record, 2 * self.GROUPS + 1)
+            self.works[place.slot].write(record, self.GROUPS + 3)
             self.work_full[place.slot].arrive()
             place.next()
 
@@ -250,6 +272,7 @@ class Block:
                 break
             if shape.bounded or k.ordered:
                 tile, head = divmod(ticket, shape.heads)
+                tile = tile_at(shape, tile, k.sweep) if k.ordered else tile
             else:
                 head, tile = divmod(ticket, shape.key_tiles)
             work = find(shape, tile)
@@ -295,29 +318,30 @@ class Block:
                     slot.write((head, work.tile), self.GROUPS)
                 barrier.arrive()
 
-    def add(self, group: int) -> Thread:
+    def add(self, mine: int) -> Thread:
         k, shape = self.k, self.k.shape
-        works, place = Place(2, 0), Place(k.dq_stages, 0)
+        works, parity, whose = Place(2, 0), 0, 0
         while (record := (yield from self.next_work(works))) is not None:
             head, work = record
-            for *of_head, tile in self.tiles(head, work):
-                first = first_of_turn(tile, k.together)
-                share, turns = (*of_head, tile, group), (*of_head, first, group)
-                if k.ordered and (
-                    tile == work.end - 1 or first != first_of_turn(tile + 1, k.together)
-                ):
-                    mine = turn(shape, work.tile, tile, k.together)
-                    yield lambda turns=turns, mine=mine: k.turns.get(turns, 0) == mine
+            for name in self.tiles(head, work):
+                whose ^= 1
+                if k.ordered and whose == mine:
+                    continue
+                if k.ordered:
+                    due = turn(shape, work.tile, name[-1], k.sweep)
+                    yield lambda name=name, due=due: k.turns.get(name, 0) == due
                 for chunk in range(k.dq_chunks):
-                    yield self.dq_full[group][place.slot].done(place.parity)
-                    self.dq[group][place.slot].read((share, work.tile, chunk))
-                    yield lambda: True  # the copy takes a while
-                    if chunk == k.dq_chunks - 1:
-                        k.added.append((share, work.tile))
-                    self.dq_empty[group][place.slot].arrive()
-                    place.next()
-                if tile in (work.begin, first):
-                    k.turns[turns] = k.turns.get(turns, 0) + 1
+                    for group in range(self.GROUPS) if k.ordered else (mine,):
+                        share = (*name, group)
+                        yield self.dq_full[group][mine if k.ordered else 0].done(parity)
+                        self.dq[group].read((share, work.tile, chunk))
+                        yield lambda: True  # the copy takes a while
+                        if chunk == k.dq_chunks - 1:
+                            k.added.append((share, work.tile))
+                        self.dq_empty[group].arrive()
+                    parity ^= 1
+                yield lambda: True  # until it is written
+                k.turns[name] = k.turns.get(name, 0) + 1
 
     # --- who multiplies ---------------------------------------------------------------------------
 
@@ -327,25 +351,27 @@ class Block:
         slot.write(what, readers)
 
     def stage(self) -> None:
-        for slot in (*self.scores, self.weights, *self.dq[0], *self.dq[1]):
+        for slot in (*self.scores, self.weights, *self.dq):
             assert slot.readers == 0, f"sums over {slot.held}"
         self.staged += 1
 
-    def hand_over_dq(self, group: int, place: Place, what: object) -> Thread:
-        yield self.dq_empty[group][place.slot].done(place.parity)
-        self.write(self.dq[group][place.slot], what, 1)
+    def hand_over_dq(self, group: int, shares: Shares, what: object) -> Thread:
+        yield self.dq_empty[group].done(shares.handed_over % 2 ^ 1)
+        self.write(self.dq[group], what, 1)
+        shares.unannounced = True
 
-    def announce_dq(self, group: int, place: Place, state: dict[str, bool]) -> None:
-        if state["unannounced"]:
-            self.dq_full[group][place.slot].arrive()
-            place.next()
-        state["unannounced"] = False
+    def announce_dq(self, group: int, shares: Shares) -> None:
+        if shares.unannounced:
+            adder = shares.handed_over // self.k.dq_chunks % 2 if self.k.ordered else 0
+            self.dq_full[group][adder].arrive()
+            shares.handed_over += 1
+        shares.unannounced = False
 
     def walk(self, group: int, step: Callable[..., Thread]) -> Thread:
         k = self.k
-        works, dq = Place(2, 0), Place(k.dq_stages, 1)
+        works, shares = Place(2, 0), Shares()
         q, o = Place(k.q_stages, 0), Place(k.o_stages, 0)
-        parity, state, staged = 0, {"unannounced": False}, False
+        parity, staged = 0, False
         while (record := (yield from self.next_work(works, release=False))) is not None:
             head, work = record
             yield self.k_full.done(parity)
@@ -358,17 +384,16 @@ class Block:
             if work.begin < work.end:
                 for name in self.tiles(head, work):
                     assert self.keys.held == self.values.held == (head, work.tile)
-                    yield from step(group, name, work.tile, q, o, dq, state)
+                    yield from step(group, name, work.tile, q, o, shares)
                     q.next()
                     o.next()
                 self.keys.readers -= 1
                 self.values.readers -= 1
-            self.announce_dq(group, dq, state)
+            self.announce_dq(group, shares)
             yield self.meet_all.arrive()
             self.kv_empty.arrive()
-            last, of_last = (dq.slot or k.dq_stages) - 1, dq.parity ^ (dq.slot > 0)
             for empty in self.dq_empty:
-                yield empty[last].done(of_last)
+                yield empty.done(shares.handed_over % 2 ^ 1)
             self.stage()
             staged = True
             self.k.stored.append((head, work.tile, group))
@@ -378,9 +403,8 @@ class Block:
         yield from self.walk(group, self.step)
 
     def step(
-        self, group: int, name: object, tile: int, q: Place, o: Place, dq: Place,
-        state: dict[str, bool],
-    ) -> Thread:  # fmt: skip
+        self, group: int, name: object, tile: int, q: Place, o: Place, shares: Shares
+    ) -> Thread:
         yield self.q_full[q.slot].done(q.parity)
         yield self.o_full[o.slot].done(o.parity)
         assert self.q[q.slot].held == self.o[o.slot].held == name
@@ -388,68 +412,61 @@ class Block:
         scores = self.scores[q.slot % 2]
         if scores.held != (name, tile):  # the first of both to write its half
             self.write(scores, (name, tile), self.GROUPS)
-        self.announce_dq(group, dq, state)
+        self.announce_dq(group, shares)
         yield self.meet_scores.arrive()
         yield lambda: True  # dQ and dV
         scores.read((name, tile))
         self.o[o.slot].read(name)
         self.o_empty[o.slot].arrive()
-        yield from self.hand_over_dq(group, dq, ((*name, group), tile, 0))
-        state["unannounced"] = True
+        yield from self.hand_over_dq(group, shares, ((*name, group), tile, 0))
         yield lambda: True  # dK
         self.q[q.slot].read(name)
         self.q_empty[q.slot].arrive()
 
     def consume_parted(self, group: int) -> Thread:
-        if group == 1:
-            self.meet_weights_read.arrive()
         yield from self.walk(group, self.step_of_keys if group else self.step_of_values)
 
-    def chunks(
-        self, group: int, name: object, tile: int, dq: Place, state: dict[str, bool]
-    ) -> Thread:
+    def chunks(self, group: int, name: object, tile: int, shares: Shares) -> Thread:
         for chunk in range(self.k.dq_chunks):
             yield lambda: True
-            yield from self.hand_over_dq(group, dq, ((*name, group), tile, chunk))
-            state["unannounced"] = True
-            if chunk < self.k.dq_chunks - 1:
-                self.announce_dq(group, dq, state)
+            yield from self.hand_over_dq(group, shares, ((*name, group), tile, chunk))
+            if self.k.ordered or chunk < self.k.dq_chunks - 1:
+                self.announce_dq(group, shares)
 
     def step_of_values(
-        self, group: int, name: object, tile: int, q: Place, o: Place, dq: Place,
-        state: dict[str, bool],
-    ) -> Thread:  # fmt: skip
+        self, group: int, name: object, tile: int, q: Place, o: Place, shares: Shares
+    ) -> Thread:
         yield self.q_full[q.slot].done(q.parity)
         self.q[q.slot].read(name)
         self.q_empty[q.slot].arrive()
         yield lambda: True  # weights
-        yield self.meet_weights_read.arrive()
+        yield self.weights_empty.done(q.slot ^ 1)
         self.write(self.weights, (name, tile), 1)
-        self.announce_dq(group, dq, state)
-        self.meet_weights.arrive()
+        self.announce_dq(group, shares)
+        self.weights_full.arrive()
         yield self.o_full[o.slot].done(o.parity)
-        yield self.meet_scores.arrive()
+        yield self.scores_full.done(q.slot)
         yield lambda: True  # dV
         self.o[o.slot].read(name)
         self.o_empty[o.slot].arrive()
         self.scores[q.slot % 2].read((name, tile))
-        yield from self.chunks(group, name, tile, dq, state)
+        yield from self.chunks(group, name, tile, shares)
 
     def step_of_keys(
-        self, group: int, name: object, tile: int, q: Place, o: Place, dq: Place,
-        state: dict[str, bool],
-    ) -> Thread:  # fmt: skip
+        self, group: int, name: object, tile: int, q: Place, o: Place, shares: Shares
+    ) -> Thread:
+        yield self.q_full[q.slot].done(q.parity)
         yield self.o_full[o.slot].done(o.parity)
         self.o[o.slot].read(name)
         self.o_empty[o.slot].arrive()
-        yield self.meet_weights.arrive()
+        yield self.weights_full.done(q.slot)
         self.weights.read((name, tile))
-        self.meet_weights_read.arrive()
+        self.weights_empty.arrive()
         self.write(self.scores[q.slot % 2], (name, tile), self.GROUPS)
-        self.announce_dq(group, dq, state)
-        yield self.meet_scores.arrive()
-        yield self.q_full[q.slot].done(q.parity)
-        yield from self.chunks(group, name, tile, dq, state)
+        self.announce_dq(group, shares)
+        self.scores_full.arrive()
+        yield self.scores_full.done(q.slot)
+        yield from self.chunks(group, name, tile, shares)
         self.scores[q.slot % 2].read((name, tile))
         self.q[q.slot].read(name)
         self.q_empty[q.slot].arrive()

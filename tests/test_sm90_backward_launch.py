@@ -124,7 +124,7 @@ def test_parts_of_the_workspace_do_not_overlap(kernels: Kernels) -> None:
         tiles = 2 * 3 * 3
         rows = tiles * 128
         starts = [int(kernels.arguments[name]) - WORKSPACE for name in sm90._PARTS]
-        counters = 4 * (32 + (2 * tiles if deterministic else 0))
+        counters = 4 * (32 + (tiles if deterministic else 0))
         assert starts == [0, 8 * rows, 8 * rows + 4 * rows * 64]
         assert starts[-1] + counters <= plan.tiling.workspace == kernels.allocated[-1][0]
         assert plan.tiling.workspace % 256 == 0
@@ -187,7 +187,7 @@ def test_a_capture_keeps_its_workspace(kernels: Kernels, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("q_len", "group", "section"),
-    [(1 << 20, 1, 1), (32768, 1, 1), (16384, 1, 2), (4096, 1, 8), (4096, 4, 2), (100, 1, 16)],
+    [(1 << 20, 1, 1), (32768, 1, 1), (8192, 1, 2), (2048, 1, 8), (2048, 4, 2), (100, 1, 16)],
 )
 def test_sections_hold_heads_that_stay_in_the_cache(
     q_len: int, group: int, section: int, kernels: Kernels
@@ -200,12 +200,20 @@ def test_sections_hold_heads_that_stay_in_the_cache(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("way", [{}, {"causal": True}, {"window": (9, 9)}])
+@pytest.mark.parametrize(
+    ("kv_len", "section"), [(64, 32), (1024, 32), (4096, 16), (16384, 8), (1 << 21, 1)]
+)
 def test_sections_of_unequal_work_in_turn_hold_more_heads(
-    way: dict[str, Any], deterministic: bool, kernels: Kernels
+    kv_len: int, section: int, way: dict[str, Any], deterministic: bool, kernels: Kernels
 ) -> None:
-    q = ArrayInfo((2, 16, 16384, 128))
-    launch(q, q, q, **way, deterministic=deterministic)
-    assert int(kernels.arguments["section"]) == (16 if way and deterministic else 2)
+    q, k = ArrayInfo((2, 16, 16384, 128)), ArrayInfo((2, 16, kv_len, 128))
+    launch(q, k, k, **way, deterministic=deterministic)
+    if way and deterministic:
+        assert int(kernels.arguments["section"]) == section
+        blocks = min(132, 32 * -(-kv_len // 128))
+        assert int(kernels.arguments["sweep"]) == round(blocks / section)
+    elif kv_len == 16384:
+        assert int(kernels.arguments["section"]) == 1
 
 
 @pytest.mark.parametrize("way", [{}, {"causal": True}, {"softcap": 2.0}, {"deterministic": True}])

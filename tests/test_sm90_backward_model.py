@@ -9,7 +9,7 @@ import random
 from collections import Counter
 
 import pytest
-from sm90_backward_model import FAR, Kernel, Shape, find, first_of_turn, run, turn
+from sm90_backward_model import FAR, Kernel, Shape, find, run, tile_at, turn
 
 SMALL = [(q, k) for q in (1, 2, 3, 4, 5, 7, 8, 9, 13) for k in (1, 2, 3, 5, 6, 8, 9, 11, 12)]
 WINDOWS = [(FAR, FAR), (FAR, 0), (FAR, 2), (0, FAR), (3, FAR), (0, 0), (2, 1), (5, 4), (1, 9)]
@@ -37,7 +37,7 @@ def shapes() -> list[Shape]:
 
 def test_tiles_and_turns_are_those_of_brute_force() -> None:
     """Every pair that is seen is walked, every pair of a clean tile is seen but for rows past the
-    last, and the tiles of keys that add to a tile of queries count up without a gap.
+    last, and the tiles of keys that add to a tile of queries count up in their order, with no gap.
     """
     for shape in shapes():
         q_len, _ = shape.lengths
@@ -57,32 +57,29 @@ def test_tiles_and_turns_are_those_of_brute_force() -> None:
                     assert clean == all(pairs), (shape, work, q_tile)
             if shape.left == FAR:
                 assert work.clean_end == work.end, "the kernel walks clean tiles first"
-        for q_tile, together in itertools.product(range(shape.q_tiles), (1, 2)):
-            first = first_of_turn(q_tile, together)
-            adding = [
-                work.tile
-                for work in works
-                if max(work.begin, first) < min(work.end, first + together)
-            ]
+        for q_tile, sweep in itertools.product(range(shape.q_tiles), (1, 2, 3)):
+            order = [works[tile_at(shape, place, sweep)] for place in range(shape.key_tiles)]
+            assert sorted(order) == works
+            adding = [work.tile for work in order if work.begin <= q_tile < work.end]
             expected = {tile: place for place, tile in enumerate(adding)}
             for work in works:
                 if work.begin <= q_tile < work.end:
-                    assert turn(shape, work.tile, q_tile, together) == expected[work.tile], shape
+                    assert turn(shape, work.tile, q_tile, sweep) == expected[work.tile], shape
 
 
 CONFIGURATIONS = {
     "wide": {},
-    "wide ordered": {"dq_stages": 2, "ordered": True},
-    "wide ordered, one buffer": {"ordered": True},
+    "wide ordered": {"ordered": True},
+    "wide ordered, in sweeps": {"ordered": True, "sweep": 2},
     "parted": {"parted": True},
-    "parted ordered": {"parted": True, "ordered": True, "dq_stages": 2, "together": 2},
+    "parted ordered": {"parted": True, "ordered": True, "sweep": 3},
     "parted in chunks": {"parted": True, "o_stages": 1, "dq_chunks": 2},
     "parted in chunks, ordered": {
         "parted": True,
         "o_stages": 1,
         "dq_chunks": 2,
         "ordered": True,
-        "together": 2,
+        "sweep": 2,
     },
 }
 LOOPS = [
@@ -107,7 +104,7 @@ def test_no_order_of_threads_ends_in_a_deadlock_or_overwrites(name: str, shape: 
     ):
         kernel = Kernel(shape, **CONFIGURATIONS[name])
         for block in run(kernel, blocks, seed, resident):
-            for slots in (block.q, block.o, block.scores, *block.dq, [block.keys, block.values]):
+            for slots in (block.q, block.o, block.scores, block.dq, [block.keys, block.values]):
                 assert all(slot.readers == 0 for slot in slots), "something was not used"
         expected = Counter(
             ((head, of_group, q_tile, share), tile)
@@ -120,9 +117,10 @@ def test_no_order_of_threads_ends_in_a_deadlock_or_overwrites(name: str, shape: 
         assert Counter(kernel.added) == expected
         assert len(kernel.stored) == 2 * shape.heads * shape.key_tiles == len(set(kernel.stored))
         if kernel.ordered:
+            order = [tile_at(shape, place, kernel.sweep) for place in range(shape.key_tiles)]
             for share in {share for share, _ in kernel.added}:
                 tiles = [tile for other, tile in kernel.added if other == share]
-                assert tiles == sorted(tiles), "dQ is added up in one order"
+                assert tiles == sorted(tiles, key=order.index), "dQ is added up in one order"
 
 
 def test_the_model_notices_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +141,6 @@ def test_the_model_notices_turns_that_wait_for_work_not_begun() -> None:
     """Blocks that took tiles of keys from the last on would wait for ones without a place."""
     shape = Shape(9, 12, 2, 4)
     kernel = Kernel(shape, ordered=True)
-    kernel.turns = {(0, 0, tile, share): -1 for tile in range(5) for share in range(2)}
+    kernel.turns = {(0, 0, tile): -1 for tile in range(5)}
     with pytest.raises(AssertionError, match="deadlock"):
         run(kernel, 2, 0)

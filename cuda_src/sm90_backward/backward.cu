@@ -23,23 +23,26 @@ __device__ __forceinline__ void backward(const Arguments& a) {
     const u32 base = shared_address(shared);
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the compiler has to know that a warp has one
     if (threadIdx.x == 0) {
+        // Of those that multiply, each thread tells that it has read row statistics, which come with Q, and each warp that its
+        // products have read tiles.
+        constexpr int THREADS = 128 * Config::GROUPS, WARPS = THREADS / 32;
         for (int i = 0; i < Config::Q_STAGES; ++i) {
             barrier_init(base + Shared::q_full + 8 * i, 1);
-            barrier_init(base + Shared::q_empty + 8 * i, Config::GROUPS);
+            barrier_init(base + Shared::q_empty + 8 * i, THREADS);
         }
         for (int i = 0; i < Config::O_STAGES; ++i) {
             barrier_init(base + Shared::o_full + 8 * i, 1);
-            barrier_init(base + Shared::o_empty + 8 * i, Config::GROUPS);
+            barrier_init(base + Shared::o_empty + 8 * i, WARPS);
         }
-        for (int i = 0; i < Config::GROUPS * Config::DQ_STAGES; ++i) {
-            barrier_init(base + Shared::dq_full + 8 * i, 4);  // a thread of each warp
-            barrier_init(base + Shared::dq_empty + 8 * i, 1);
-        }
+        for (int i = 0; i < 2 * Config::GROUPS; ++i) barrier_init(base + Shared::dq_full + 8 * i, 4);  // a thread of each warp
+        for (int i = 0; i < Config::GROUPS; ++i) barrier_init(base + Shared::dq_empty + 8 * i, 1);
         barrier_init(base + Shared::k_full, 1), barrier_init(base + Shared::v_full, 1);
-        barrier_init(base + Shared::kv_empty, Config::GROUPS);
+        barrier_init(base + Shared::kv_empty, WARPS);
+        barrier_init(base + Shared::weights_full, 128), barrier_init(base + Shared::weights_empty, 128);
+        barrier_init(base + Shared::scores_full, 128), barrier_init(base + Shared::all, THREADS);
         for (int i = 0; i < 2; ++i) {
             barrier_init(base + Shared::work_full + 8 * i, 1);
-            barrier_init(base + Shared::work_empty + 8 * i, 5 * Config::GROUPS + 1);  // warps, adders, keys' producer
+            barrier_init(base + Shared::work_empty + 8 * i, WARPS + 3);  // and adders, keys' producer
         }
         publish_barriers();
     }

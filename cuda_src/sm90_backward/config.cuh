@@ -18,15 +18,13 @@ struct Config {
     static constexpr int BN = CONFIG_KEYS;         // keys of a tile
     static constexpr int Q_STAGES = CONFIG_Q_STAGES;    // tiles of Q in flight
     static constexpr int O_STAGES = CONFIG_O_STAGES;    // of dO
-    static constexpr int DQ_STAGES = CONFIG_DQ_STAGES;  // of a warpgroup's share of dQ
-    static constexpr int DQ_CHUNKS = CONFIG_DQ_CHUNKS;  // in which it is multiplied and handed on
+    static constexpr int DQ_CHUNKS = CONFIG_DQ_CHUNKS;  // in which a warpgroup's share of dQ is multiplied and handed on
     static constexpr Share SHARE = CONFIG_SHARE;        // of dQ
     static constexpr bool BOUNDED = CONFIG_BOUNDED;     // causal or window
     static constexpr bool LEFT = CONFIG_LEFT;           // a window with a left bound
     static constexpr bool CAPPED = CONFIG_CAPPED;       // softcap
     static constexpr bool LENGTHS = CONFIG_LENGTHS;     // of each batch entry
-    static constexpr bool ORDERED = CONFIG_ORDERED;     // tiles of keys add to dQ in ascending order
-    static constexpr int TURN = PARTED ? 2 : 1;         // tiles of queries to which they do so in one turn
+    static constexpr bool ORDERED = CONFIG_ORDERED;     // tiles of keys add to dQ in one order
 
     static constexpr int THREADS = 128 * (GROUPS + 1);
     // Shared memory holds panels of so many columns: 64, or 32 where a share of dQ has no whole number of those.
@@ -53,7 +51,7 @@ struct __align__(64) Arguments {
     const i64* kv_lens;   // or null
     float* row_stats;     // workspace: LSE in units of log2 for each row of each tile of queries, then what dP lacks
     float* sums;          // dQ before it is rounded, a tile of a head after the other
-    u32* counters;        // tickets drawn; from the 32nd on, ORDERED: for each share of a tile of dQ
+    u32* counters;        // tickets drawn; from the 32nd on, ORDERED: for each tile of dQ
     i64 out_steps[3], dout_steps[3], lse_steps[3], dq_steps[3];  // elements, along entries, heads and rows
     i64 all_rows;            // of all tiles of queries of all heads
     int q_heads, kv_heads, group, q_len, kv_len, head_dim, head_dim_v;
@@ -62,6 +60,7 @@ struct __align__(64) Arguments {
     u32 all_kv_heads;        // of all entries
     u32 tickets;             // key_tiles * all_kv_heads
     u32 section;             // kv heads whose queries lie in the L2 cache together
+    u32 sweep;               // tiles of keys of a head that are at work at a time
     int left, right;         // window bounds, large for none
     int top_left;
     float premultiply;       // of a raw score: before tanh, where CAPPED
@@ -75,27 +74,26 @@ struct Shared {
     static constexpr u32 K = Config::BN * Config::D * 2, V = Config::BN * Config::DV * 2;
     static constexpr u32 Q = Config::BM * Config::D * 2, O = Config::BM * Config::DV * 2;  // a stage of Q, of dO
     static constexpr u32 SCORES = Config::BM * Config::BN * 2;                             // a stage of dS
-    static constexpr u32 DQ = Config::DQ_ROWS * Config::DQ_COLUMNS * 4;                    // a stage of a warpgroup
+    static constexpr u32 DQ = Config::DQ_ROWS * Config::DQ_COLUMNS * 4;                    // a chunk of a warpgroup's share
     static constexpr u32 STATS = Config::BM * 4;
     static constexpr u32 k = 0, v = k + K, q = v + V, o = q + Config::Q_STAGES * Q, scores = o + Config::O_STAGES * O;
     static constexpr u32 weights = scores + 2 * SCORES;  // PARTED: P in float32, for the warpgroup that has dK
     static constexpr u32 dq = weights + (Config::PARTED ? 2 * SCORES : 0);
-    static constexpr u32 lse = dq + Config::GROUPS * Config::DQ_STAGES * DQ, delta = lse + Config::Q_STAGES * STATS;
-    static constexpr u32 works = delta + Config::O_STAGES * STATS;  // two records
+    static constexpr u32 lse = dq + Config::GROUPS * DQ, delta = lse + Config::Q_STAGES * STATS;
+    static constexpr u32 works = delta + Config::Q_STAGES * STATS;  // two records
     static constexpr u32 q_full = works + 128, q_empty = q_full + 8 * Config::Q_STAGES;
     static constexpr u32 o_full = q_empty + 8 * Config::Q_STAGES, o_empty = o_full + 8 * Config::O_STAGES;
-    static constexpr u32 dq_full = o_empty + 8 * Config::O_STAGES;
-    static constexpr u32 dq_empty = dq_full + 8 * Config::GROUPS * Config::DQ_STAGES;
-    static constexpr u32 k_full = dq_empty + 8 * Config::GROUPS * Config::DQ_STAGES, v_full = k_full + 8;
+    static constexpr u32 dq_full = o_empty + 8 * Config::O_STAGES;  // two of each warpgroup, ORDERED one for each adder
+    static constexpr u32 dq_empty = dq_full + 16 * Config::GROUPS;
+    static constexpr u32 k_full = dq_empty + 8 * Config::GROUPS, v_full = k_full + 8;
     static constexpr u32 kv_empty = v_full + 8, work_full = kv_empty + 8, work_empty = work_full + 16;
+    static constexpr u32 weights_full = work_empty + 16, weights_empty = weights_full + 8, scores_full = weights_empty + 8;
+    static constexpr u32 all = scores_full + 8;  // these four PARTED
     static constexpr u32 BYTES = works + 512;
-    static_assert(work_empty + 16 <= BYTES, "barriers and records");
+    static_assert(all + 8 <= BYTES, "barriers and records");
     static_assert(K % 1024 == 0 && V % 1024 == 0 && Q % 1024 == 0 && O % 1024 == 0 && SCORES % 1024 == 0, "swizzles");
     static_assert(BYTES == CONFIG_SHARED_MEMORY && BYTES <= 232448, "what a block is launched with, and may have");
 };
-
-// The lowest of the tiles of queries that share a turn.
-__device__ __forceinline__ constexpr int first_of_turn(int q_tile) { return q_tile / Config::TURN * Config::TURN; }
 
 // Keeps the compiler from working out addresses of all steps ahead of a loop, for which registers lack.
 __device__ __forceinline__ void work_out_here(u32& address) { asm volatile("" : "+r"(address)); }

@@ -33,19 +33,19 @@ struct QueryProducer {
     __device__ __forceinline__ void load_queries(int entry, int head, int tile, const float* stats) {
         const u32 full = base + Shared::q_full + 8 * q_place.slot;
         barrier_wait(base + Shared::q_empty + 8 * q_place.slot, q_place.parity);
-        barrier_expect(full, Shared::Q + Shared::STATS);
+        barrier_expect(full, Shared::Q + 2 * Shared::STATS);
         load_tile<Config::D, Config::BM>(base + Shared::q + q_place.slot * Shared::Q, a.q, full, head, tile * Config::BM,
                                          entry);
         load_bytes(base + Shared::lse + q_place.slot * Shared::STATS, stats, Shared::STATS, full);
+        load_bytes(base + Shared::delta + q_place.slot * Shared::STATS, stats + a.all_rows, Shared::STATS, full);
         q_place.next();
     }
-    __device__ __forceinline__ void load_gradients(int entry, int head, int tile, const float* stats) {
+    __device__ __forceinline__ void load_gradients(int entry, int head, int tile) {
         const u32 full = base + Shared::o_full + 8 * o_place.slot;
         barrier_wait(base + Shared::o_empty + 8 * o_place.slot, o_place.parity);
-        barrier_expect(full, Shared::O + Shared::STATS);
+        barrier_expect(full, Shared::O);
         load_tile<Config::DV, Config::BM>(base + Shared::o + o_place.slot * Shared::O, a.dout, full, head, tile * Config::BM,
                                           entry);
-        load_bytes(base + Shared::delta + o_place.slot * Shared::STATS, stats + a.all_rows, Shared::STATS, full);
         o_place.next();
     }
 
@@ -59,7 +59,7 @@ struct QueryProducer {
             for (int tile = work.end - 1; tile >= work.begin; --tile) {
                 stats -= Config::BM;
                 load_queries(work.entry, head, tile, stats);
-                load_gradients(work.entry, head, tile, stats);
+                load_gradients(work.entry, head, tile);
             }
         }
     }
@@ -96,7 +96,7 @@ struct KeyProducer {
             works.release(base);
             barrier_wait(base + Shared::kv_empty, parity);
             parity ^= 1;
-            if (work.begin == work.end) {  // the places alone, where dK and dV of keys that no row sees go
+            if (work.begin == work.end) {  // nothing to fetch for keys that no row sees
                 barrier_arrive(k_full), barrier_arrive(v_full);
                 continue;
             }

@@ -65,7 +65,7 @@ __device__ __forceinline__ void prepare_rows(const Arguments& a) {
     float4* sums = reinterpret_cast<float4*>(a.sums) + i64(blockIdx.x) * (Config::BM * Config::D / 4);
 #pragma unroll
     for (int i = 0; i < Config::BM * Config::D / 4; i += ROWS_THREADS) sums[i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (Config::ORDERED && threadIdx.x < Config::GROUPS) a.counters[32 + i64(blockIdx.x) * Config::GROUPS + threadIdx.x] = 0;
+    if (Config::ORDERED && threadIdx.x == 0) a.counters[32 + blockIdx.x] = 0;
     if (blockIdx.x == 0 && threadIdx.x < 32) a.counters[threadIdx.x] = 0;
 }
 

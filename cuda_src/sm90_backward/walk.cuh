@@ -79,7 +79,7 @@ struct Consumer : Warpgroup {
         wait_products<1>();
         hand_over_dq(dq);
         wait_products<0>();
-        release(q_empty());
+        barrier_arrive(q_empty());
         next_tile();
     }
 

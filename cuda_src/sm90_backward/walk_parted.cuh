@@ -10,6 +10,7 @@ namespace cuflash {
 struct Consumer : Warpgroup {
     using Warpgroup::Warpgroup;
 
+    // Barriers of what one hands to the other have a phase for each tile, of which `q_place` has the parity: it has two slots.
     // As a thread of either warpgroup holds them: both have the same keys and queries.
     __device__ __forceinline__ u32 weights_at() const { return base + Shared::weights + threadIdx.x % 128 * 16; }
 
@@ -24,7 +25,7 @@ struct Consumer : Warpgroup {
         multiply_rows<Config::D>(scores, k_lines(), low_word(q_tile(), 16));
         commit_products();
         wait_products<0>();
-        release(q_empty());
+        barrier_arrive(q_empty());
         const Seen seen(sight, tile);
         if (Config::CAPPED) {
             weigh_capped<HIDDEN>(weights, scores, stats, seen, a);
@@ -32,13 +33,13 @@ struct Consumer : Warpgroup {
             weigh<HIDDEN, 0, Config::BM / 2>(scores, stats, seen, a);
             pack_scores(weights, scores);
         }
-        meet(WEIGHTS_READ, THREADS);
+        barrier_wait(base + Shared::weights_empty, q_place.slot ^ 1);
 #pragma unroll
         for (int i = 0; i < Config::BM / 2; i += 4)
             store_floats(weights_at() + 512 * i, scores[i], scores[i + 1], scores[i + 2], scores[i + 3]);
         fence_async();
         announce_dq();
-        announce(WEIGHTS, THREADS);
+        barrier_arrive(base + Shared::weights_full);
     }
 
     // All chunks of a share of dQ but the last are fenced and announced at once.
@@ -49,7 +50,7 @@ struct Consumer : Warpgroup {
     }
     __device__ __forceinline__ void hand_over_chunk(const QuerySums& dq, int chunk) {
         hand_over_dq(dq);
-        if (chunk == Config::DQ_CHUNKS - 1) return;
+        if (Config::ORDERED || chunk == Config::DQ_CHUNKS - 1) return;
         fence_async();
         announce_dq();
     }
@@ -63,7 +64,7 @@ struct Consumer : Warpgroup {
         begin_products();
         multiply_by_queries(dv, weights, o_columns());
         commit_products();
-        meet(SCORES, THREADS);
+        barrier_wait(base + Shared::scores_full, q_place.slot);
 #pragma unroll
         for (int chunk = 0; chunk < Config::DQ_CHUNKS; ++chunk) {
             begin_chunk(dq, chunk);
@@ -81,6 +82,7 @@ struct Consumer : Warpgroup {
     __device__ __forceinline__ void publish_score_gradients(Weights& score_gradients) {
         Scores gradients, weights;
         RowStats stats;
+        barrier_wait(q_full(), q_place.parity);
         barrier_wait(o_full(), o_place().parity);
         load_row_stats(stats, delta());
         begin_products();
@@ -88,24 +90,24 @@ struct Consumer : Warpgroup {
         commit_products();
         wait_products<0>();
         release(o_empty());
-        meet(WEIGHTS, THREADS);
+        barrier_wait(base + Shared::weights_full, q_place.slot);
 #pragma unroll
         for (int i = 0; i < Config::BM / 2; i += 4)
             load_floats(weights[i], weights[i + 1], weights[i + 2], weights[i + 3], weights_at() + 512 * i);
         differentiate<0, Config::BM / 2>(gradients, weights, stats);
-        announce(WEIGHTS_READ, THREADS);
+        barrier_arrive(base + Shared::weights_empty);
         pack_scores(score_gradients, gradients);
         store_transposed(scores(), score_gradients);
         fence_async();
         announce_dq();
-        meet(SCORES, THREADS);
+        barrier_arrive(base + Shared::scores_full);
+        barrier_wait(base + Shared::scores_full, q_place.slot);
     }
 
     __device__ __forceinline__ void step_of_keys(KeySums& dk) {
         Weights score_gradients;
         QuerySums dq;
         publish_score_gradients(score_gradients);
-        barrier_wait(q_full(), q_place.parity);
         begin_chunk(dq, 0);
         begin_products();
         multiply_by_queries(dk, score_gradients, q_columns());
@@ -119,7 +121,7 @@ struct Consumer : Warpgroup {
             hand_over_chunk(dq, chunk);
         }
         wait_products<0>();
-        release(q_empty());
+        barrier_arrive(q_empty());
         next_tile();
     }
 
@@ -156,7 +158,6 @@ struct Consumer : Warpgroup {
                 step_of_values<decltype(hidden)::value>(sight, tile, dv);
             });
         } else {
-            announce(WEIGHTS_READ, THREADS);
             run<Config::D / 2>(a.dk, staged_keys(), a.scale,
                                [&](auto, const Sight&, int, KeySums& dk) { step_of_keys(dk); });
         }

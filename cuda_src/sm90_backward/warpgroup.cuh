@@ -5,7 +5,7 @@
 
 namespace cuflash {
 
-enum NamedBarrier { SCORES = 1, ALL, WEIGHTS, WEIGHTS_READ, ONE };  // ONE: one for each warpgroup; 0 is __syncthreads
+enum NamedBarrier { SCORES = 1, ALL, ONE };  // ONE: one for each warpgroup; 0 is __syncthreads
 
 struct True {
     static constexpr bool value = true;
@@ -22,9 +22,9 @@ struct Warpgroup {
     int group;
     Place<Config::Q_STAGES> q_place{0};
     Place<Config::O_STAGES> own_o_place{0};  // where dO has another number of stages
-    Place<Config::DQ_STAGES> dq_place{1};
+    u32 handed_over = 0;  // chunks of shares of dQ
     Works<true> works;
-    u32 kv_parity = 0;
+    u32 kv_parity = 0, all_parity = 0;
     bool unannounced = false;  // whether a share of dQ is written but not fenced
 
     __device__ __forceinline__ Warpgroup(const Arguments& arguments, u32 shared, int of_group)
@@ -36,8 +36,21 @@ struct Warpgroup {
     // The first of this warpgroup's lines in a tile of keys.
     __device__ __forceinline__ int first_line() const { return Config::PARTED ? 0 : 64 * group; }
     __device__ __forceinline__ int line() const { return first_line() + 16 * warp() + lane() / 4; }
+    // This warp's products have read what is there.
     __device__ __forceinline__ static void release(u32 empty) {
-        if (is_leader()) barrier_arrive(empty);
+        __syncwarp();
+        if (lane() == 0) barrier_arrive(empty);
+    }
+    // All threads that multiply. Where warpgroups have code of their own, compute-sanitizer wants no named barrier of both.
+    __device__ __forceinline__ void meet_all() {
+        if (Config::PARTED) {
+            barrier_arrive(base + Shared::all);
+            barrier_wait(base + Shared::all, all_parity);
+            all_parity ^= 1;
+        } else {
+            __syncwarp();
+            meet(ALL, THREADS);
+        }
     }
 
     // With as many stages of both, the places are the same.
@@ -61,7 +74,7 @@ struct Warpgroup {
     __device__ __forceinline__ u32 q_tile() const { return base + Shared::q + q_place.slot * Shared::Q; }
     __device__ __forceinline__ u32 o_tile() const { return base + Shared::o + o_place().slot * Shared::O; }
     __device__ __forceinline__ u32 lse() const { return base + Shared::lse + q_place.slot * Shared::STATS; }
-    __device__ __forceinline__ u32 delta() const { return base + Shared::delta + o_place().slot * Shared::STATS; }
+    __device__ __forceinline__ u32 delta() const { return base + Shared::delta + q_place.slot * Shared::STATS; }
     __device__ __forceinline__ u32 k_lines() const { return low_word(base + Shared::k + first_line() * Config::ROW, 16); }
     __device__ __forceinline__ u32 v_lines() const { return low_word(base + Shared::v + first_line() * Config::ROW, 16); }
     // Of operands that lie transposed: panels follow each other.
@@ -88,22 +101,31 @@ struct Warpgroup {
         }
     }
 
-    // The share of dQ of the tile before is fenced together with dS of this one: a fence waits for all that is under way.
-    __device__ __forceinline__ int dq_buffer() const { return group * Config::DQ_STAGES + dq_place.slot; }
+    // Of places one for each warpgroup, this one's: worked out at each use, since registers lack.
+    __device__ __forceinline__ u32 own(u32 first, u32 size) const {
+        u32 index = group;
+        work_out_here(index);
+        return base + first + index * size;
+    }
+
+    // The share of dQ of the tile before is fenced together with dS of this one: a fence waits for all that is under way. In turn, it
+    // has a fence of its own where warpgroups share keys: other blocks wait for it, and turns are what takes longest there.
     __device__ __forceinline__ void announce_dq() {
         __syncwarp();
         // Not one branch around both, across which the compiler would not keep products apart from packing.
-        if (unannounced && lane() == 0) barrier_arrive(base + Shared::dq_full + 8 * dq_buffer());
-        if (unannounced) dq_place.next();
+        const u32 adder = Config::ORDERED ? handed_over / Config::DQ_CHUNKS % 2 : 0;
+        if (unannounced && lane() == 0) barrier_arrive(own(Shared::dq_full, 16) + 8 * adder);
+        if (unannounced) ++handed_over;
         unannounced = false;
     }
     __device__ __forceinline__ void hand_over_dq(const QuerySums& sums) {
-        barrier_wait(base + Shared::dq_empty + 8 * dq_buffer(), dq_place.parity);
-        const u32 at = base + Shared::dq + dq_buffer() * Shared::DQ + thread_index() % 128 * 16;
+        barrier_wait(own(Shared::dq_empty, 8), handed_over % 2 ^ 1);
+        const u32 at = own(Shared::dq, Shared::DQ) + thread_index() % 128 * 16;
 #pragma unroll
         for (int i = 0; i < Config::DQ_COLUMNS / 2; i += 4)
             store_floats(at + i * 512, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
         unannounced = true;
+        if (Config::ORDERED && Config::PARTED) fence_async(), announce_dq();
     }
 
     // Rows of a tile from one on become 0, by the threads of some warpgroups: a weight of 0 times what memory holds there
@@ -118,23 +140,23 @@ struct Warpgroup {
             store_unit(tile + (panel * ROWS + row) * Config::ROW + 16 * unit, zeros);
         }
     }
-    __device__ __forceinline__ void clear_dead_keys(const Work& work) const {
+    __device__ __forceinline__ void clear_dead_keys(const Work& work) {
         const int from = work.kv_len - work.tile * Config::BN;
         if (!Config::LENGTHS || from >= Config::BN) return;
         clear_rows<Config::D, Config::BN>(base + Shared::k, from, Config::BN, THREADS);
         clear_rows<Config::DV, Config::BN>(base + Shared::v, from, Config::BN, THREADS);
         fence_async();
-        meet(ALL, THREADS);
+        meet_all();
     }
     // Of the last tile of a head, which comes first.
-    __device__ __forceinline__ void clear_dead_queries(const Work& work) const {
+    __device__ __forceinline__ void clear_dead_queries(const Work& work) {
         const int from = work.q_len - (work.end - 1) * Config::BM;
         if (!Config::LENGTHS || from >= Config::BM) return;
         barrier_wait(q_full(), q_place.parity), barrier_wait(o_full(), o_place().parity);
         clear_rows<Config::D, Config::BM>(q_tile(), from, Config::BM, THREADS);
         clear_rows<Config::DV, Config::BM>(o_tile(), from, Config::BM, THREADS);
         fence_async();
-        meet(ALL, THREADS);
+        meet_all();
     }
 
     // Where sums of this warpgroup's 64 keys are before they are copied to global memory: in places that are idle between two
@@ -148,13 +170,10 @@ struct Warpgroup {
     __device__ __forceinline__ u32 staged_values() const { return staged<Config::DV / 2>(Shared::scores); }
     __device__ __forceinline__ u32 staged_keys() const { return staged<Config::D / 2>(Shared::dq); }
 
-    // Until all that was handed over has left its place, which the last has after all before it.
+    // Until all that was handed over has left its place: both warpgroups hand over as often.
     __device__ __forceinline__ void await_free_dq() const {
-        const bool wraps = dq_place.slot == 0;
-        const u32 last = wraps ? Config::DQ_STAGES - 1 : dq_place.slot - 1, parity = wraps ? dq_place.parity : dq_place.parity ^ 1;
 #pragma unroll
-        for (int g = 0; g < Config::GROUPS; ++g)
-            barrier_wait(base + Shared::dq_empty + 8 * (g * Config::DQ_STAGES + last), parity);
+        for (int g = 0; g < Config::GROUPS; ++g) barrier_wait(base + Shared::dq_empty + 8 * g, handed_over % 2 ^ 1);
     }
 
     // Sums of this warpgroup's keys to 16 bits.
@@ -196,13 +215,13 @@ struct Warpgroup {
         barrier_wait(base + Shared::v_full, kv_parity);
         kv_parity ^= 1;
         if (is_leader()) wait_stores_read();
-        meet(ALL, THREADS);
+        meet_all();
     }
     // After the last product of a piece of work: K and V are every warpgroup's, and dS is.
     __device__ __forceinline__ void leave_keys_and_values() {
         fence_async();
         announce_dq();
-        meet(ALL, THREADS);
+        meet_all();
         release(base + Shared::kv_empty);
         await_free_dq();
     }

@@ -12,7 +12,8 @@ struct Work {
     int diagonal;              // the key that row 0 is aligned with
     int begin, end;            // tiles of queries of which some row sees some of the keys
     int clean_begin, clean_end;  // those of which every row sees all of them
-    int unused[6];
+    int sweep_first, sweep_last;  // tiles of keys of a sweep whose order is reversed; sweep_last < 0: it is not
+    int unused[4];
 
     __device__ __forceinline__ void find(u32 ticket, const Arguments& a) {
         const u32 of_section = a.section * a.key_tiles, section = ticket / of_section;
@@ -22,8 +23,9 @@ struct Work {
         // after the other, too.
         if (Config::BOUNDED || Config::ORDERED) {
             const u32 heads = min(a.section, a.all_kv_heads - section * a.section);
-            tile = in_section / heads;
-            head = in_section - tile * heads;
+            const u32 place = in_section / heads;
+            head = in_section - place * heads;
+            find_tile(place, a);
         } else {  // blocks at work share a head
             head = in_section / a.key_tiles;
             tile = in_section - head * a.key_tiles;
@@ -55,10 +57,25 @@ struct Work {
         clean_end = min(max(clean_end, clean_begin), end);  // but for a left bound, the last tile is clean or none
     }
 
-    // Tiles of keys before this one that add to a tile of queries that this one sees, or to one that shares its turn.
+    // Where the work of tiles shrinks from one to the next, and each has to add to dQ after the one before, blocks that began one
+    // after the other end close together, and so begin the next tiles closer than turns take. So the order is reversed in every
+    // other sweep, the first among them: distances grow there by as much as they shrink in the next.
+    static constexpr bool SWEEPS = Config::ORDERED && Config::BOUNDED && !Config::LEFT;
+    __device__ __forceinline__ void find_tile(u32 place, const Arguments& a) {
+        tile = place, sweep_first = 0, sweep_last = -1;
+        if (!SWEEPS) return;
+        const u32 sweep = place / a.sweep;
+        if (sweep % 2 == 1) return;
+        sweep_first = sweep * a.sweep, sweep_last = min(sweep_first + a.sweep, a.key_tiles) - 1;
+        tile = sweep_first + sweep_last - place;
+    }
+
+    // Tiles of keys that add to a tile of queries before this one, which sees it.
     __device__ __forceinline__ int turn(int q_tile, const Arguments& a) const {
-        const int first_key = first_of_turn(q_tile) * Config::BM + diagonal - a.left;
-        return Config::LEFT ? tile - max(0, first_key) / Config::BN : tile;
+        if (Config::LEFT) return tile - max(0, q_tile * Config::BM + diagonal - a.left) / Config::BN;
+        if (!SWEEPS || sweep_last < 0) return tile;
+        const int last_key = kv_len - 1 - max(0, kv_len - (q_tile + 1) * Config::BM - diagonal - a.right);
+        return sweep_first + min(sweep_last, last_key / Config::BN) - tile;
     }
 
     // The tile of one of the heads that share the keys, of all tiles.
@@ -69,7 +86,7 @@ struct Work {
     __device__ __forceinline__ void put(u32 shared) const {
         const u32 first[4] = {u32(entry), u32(kv_head), u32(tile), u32(q_len)};
         const u32 second[4] = {u32(kv_len), u32(diagonal), u32(begin), u32(end)};
-        const u32 third[4] = {u32(clean_begin), u32(clean_end), 0, 0};
+        const u32 third[4] = {u32(clean_begin), u32(clean_end), u32(sweep_first), u32(sweep_last)};
         store_unit(shared, first), store_unit(shared + 16, second), store_unit(shared + 32, third);
     }
 
@@ -78,7 +95,7 @@ struct Work {
         load_unit(first, shared), load_unit(second, shared + 16), load_unit(third, shared + 32);
         entry = first[0], kv_head = first[1], tile = first[2], q_len = first[3];
         kv_len = second[0], diagonal = second[1], begin = second[2], end = second[3];
-        clean_begin = third[0], clean_end = third[1];
+        clean_begin = third[0], clean_end = third[1], sweep_first = third[2], sweep_last = third[3];
     }
 
     // That a warp has one of each field spares registers.

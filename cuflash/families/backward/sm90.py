@@ -42,7 +42,7 @@ _PARTS = ("row_stats", "sums", "counters")  # of the workspace
 _STEPS = ("out_steps", "dout_steps", "lse_steps", "dq_steps")
 _INTS = (
     *("q_heads", "kv_heads", "group", "q_len", "kv_len", "head_dim", "head_dim_v", "q_tiles"),
-    *("key_tiles", "all_kv_heads", "tickets", "section", "left", "right", "top_left"),
+    *("key_tiles", "all_kv_heads", "tickets", "section", "sweep", "left", "right", "top_left"),
 )
 _FLOATS = ("premultiply", "factor", "scale")
 _FIELDS: list[tuple[str, Any]] = [
@@ -92,7 +92,7 @@ def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
     variant = _Variant.of(spec)
     cut = Cut.of(spec, variant)
     loaded = module.load(launch.module, plan.device)
-    struct = _lasting_arguments(spec, variant).tobytes()
+    struct = _lasting_arguments(spec, variant, launch.blocks).tobytes()
     rows = cut.query_tiles, _ROWS_THREADS, 0
     queues = [
         launcher(loaded.function(name), *shape, _CHANGING, struct, early=early)
@@ -208,7 +208,6 @@ def _specialisation(variant: _Variant) -> Specialisation:
         ("panel", tile.panel),
         ("q_stages", Q_STAGES),
         ("o_stages", tile.o_stages),
-        ("dq_stages", tile.dq_stages),
         ("dq_chunks", tile.dq_chunks),
         ("share", "LINES" if tile.lines else "COLUMNS"),
         ("bounded", variant.bounded),
@@ -237,7 +236,7 @@ class Cut:
         q_tiles, key_tiles = -(-spec.q_len // tile.q_rows), -(-spec.kv_len // tile.keys)
         query_tiles = spec.batch * spec.q_heads * q_tiles
         rows = query_tiles * tile.q_rows
-        turns = query_tiles * GROUPS if variant.ordered else 0
+        turns = query_tiles if variant.ordered else 0
         sizes = {
             "row_stats": 2 * 4 * rows,
             "sums": 4 * rows * variant.pair[0],
@@ -290,23 +289,25 @@ def _layouts(spec: AttentionSpec, variant: _Variant) -> dict[str, tensormap.Layo
     }
 
 
-_L2_SHARE = 32 << 20  # bytes of the L2 cache for queries, dO and dQ of the heads at work
-_ORDERED_HEADS = 16
+# Bytes of the L2 cache for queries, dO and dQ of the heads at work, by whether tiles are parted.
+_L2_SHARE = {False: 24 << 20, True: 32 << 20}
 
 
 def _section(spec: AttentionSpec, variant: _Variant) -> int:
     """Kv heads whose queries stay in the L2 cache together. Where tiles of keys of unequal work add
-    to dQ in turn, enough heads that few tiles of each are at work, which wait for one another.
+    to dQ in turn, as many as were fastest: with more, less of dQ is in the cache; with fewer, more
+    tiles of a head wait for one another.
     """
     row = (spec.head_dim + spec.head_dim_v) * spec.item_size + 4 * spec.head_dim
     of_head = spec.q_len * spec.group * row
-    heads = 1 << (max(_L2_SHARE // of_head, 1).bit_length() - 1)
+    heads = 1 << (max(_L2_SHARE[variant.tile.parted] // of_head, 1).bit_length() - 1)
     if variant.ordered and variant.bounded:
-        heads = max(heads, _ORDERED_HEADS)
+        key_tiles = -(-spec.kv_len // variant.tile.keys)
+        heads = 1 << max(math.ceil(math.log2(64 / math.sqrt(max(key_tiles, 1)))), 0)
     return min(heads, spec.batch * spec.kv_heads)
 
 
-def _lasting_arguments(spec: AttentionSpec, variant: _Variant) -> np.ndarray[Any, Any]:
+def _lasting_arguments(spec: AttentionSpec, variant: _Variant, blocks: int) -> np.ndarray[Any, Any]:
     """`struct Arguments` without what changes with each call."""
     cut, further = Cut.of(spec, variant), spec.gradients
     assert further is not None
@@ -320,7 +321,8 @@ def _lasting_arguments(spec: AttentionSpec, variant: _Variant) -> np.ndarray[Any
         arguments[name] = getattr(cut, name)
     arguments["all_kv_heads"] = spec.batch * spec.kv_heads
     arguments["all_rows"] = cut.query_tiles * variant.tile.q_rows
-    arguments["section"] = _section(spec, variant)
+    section = _section(spec, variant)
+    arguments["section"], arguments["sweep"] = section, max(round(blocks / section), 1)
     arguments["left"], arguments["right"] = fused.window_bounds(spec)
     arguments["out_steps"] = spec.out.strides[:3]
     arguments["dout_steps"] = further.dout.strides[:3]

@@ -24,7 +24,6 @@ class Tile:
     lines: bool = False  # dQ is shared by rows, not by columns
     panel: int = 64  # columns that lie together in shared memory, and are copied at a time
     o_stages: int = 2  # tiles of dO in flight
-    dq_stages: int = 1  # buffers of each warpgroup for its share of dQ
     dq_chunks: int = 1  # in which it is multiplied and handed on
     why: str = ""
 
@@ -54,8 +53,8 @@ class Tile:
             2 * self.keys * (head_dim + head_dim_v),
             2 * self.q_rows * (Q_STAGES * head_dim + self.o_stages * head_dim_v),
             2 * scores + (2 * scores if self.parted else 0),
-            GROUPS * self.dq_stages * 4 * dq_rows * self.dq_columns(head_dim),
-            4 * self.q_rows * (Q_STAGES + self.o_stages),
+            GROUPS * 4 * dq_rows * self.dq_columns(head_dim),
+            2 * 4 * self.q_rows * Q_STAGES,
             512,
         ]
         return sum(parts)
