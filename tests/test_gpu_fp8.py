@@ -172,6 +172,37 @@ def test_twenty_runs_give_the_same_bits(hopper: ModuleType) -> None:
         assert bool((attention_fp8(*arrays, causal=True) == first).all())
 
 
+@pytest.mark.parametrize("recipe", ["f8", "i8+"])
+def test_a_captured_call_can_be_replayed_on_new_values(recipe: str, hopper: ModuleType) -> None:
+    """Its codes lie where nothing else does, whatever the pool gives away in between."""
+    first, second = (
+        [hopper.asarray(array) for array in inputs(SHAPES[shape], 128)]
+        for shape in ("several tiles", "several tiles")
+    )
+    for array in second:
+        array *= np.float16(-0.5)
+    expected = attention_fp8(*second, recipe=recipe, causal=True)
+    out = hopper.empty_like(first[0])
+    hopper.cuda.Device().synchronize()
+    stream = hopper.cuda.Stream(non_blocking=True)
+    with stream:
+        attention_fp8(*first, recipe=recipe, causal=True, out=out)
+        stream.begin_capture()
+        try:
+            attention_fp8(*first, recipe=recipe, causal=True, out=out)
+        finally:
+            graph = stream.end_capture()
+        for array, value in zip(first, second, strict=True):
+            array[...] = value
+        for _ in range(2):
+            given_away = [hopper.full(1 << 20, 0xFF, np.uint8) for _ in range(64)]
+            out.fill(np.nan)
+            graph.launch(stream)
+            del given_away
+        stream.synchronize()
+    assert bool((out == expected).all())
+
+
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_nan_is_not_hidden(where: str, hopper: ModuleType) -> None:
     arrays = dict(zip("qkv", inputs(SHAPES["tails"], 64), strict=True))

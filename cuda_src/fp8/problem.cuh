@@ -71,6 +71,17 @@ __device__ __forceinline__ void to_floats(float (&to)[8], const uint4& unit) {
         to[2 * i] = low_of(pairs[i], CONFIG_ELEMENT()), to[2 * i + 1] = high_of(pairs[i], CONFIG_ELEMENT());
 }
 
+// createpolicy, ld.global.nc: 16 bytes that the L2 cache keeps no longer than it has to.
+__device__ __forceinline__ uint4 load_leaving(const void* from) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    uint4 unit;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(unit.x), "=r"(unit.y), "=r"(unit.z), "=r"(unit.w)
+                 : "l"(from), "l"(policy));
+    return unit;
+}
+
 // max.NaN.xorsign.abs.f32: the larger size, with any sign; NaN where one is.
 __device__ __forceinline__ float larger(float x, float y) {
     float most;

@@ -21,12 +21,14 @@ __device__ __forceinline__ void quantize(const Arguments& a) {
     Stage* stages = reinterpret_cast<Stage*>(shared);
     __shared__ Work works[2];  // not in registers, of which rows need all
     const int tiles = tiles_of(a), step = gridDim.x;
-    auto begin = [&](int index, int which) {
+    auto begin = [&](int index, int which, bool first = false) {
         const Work work = work_of(a, index);
-        begin_loads(stages[which], work, a);
+        begin_rows(stages[which], work, a);
+        if (first) await_kernel_before();  // it makes the factors, not the rows
+        begin_factors(stages[which], work, a);
         if (threadIdx.x == 0) works[which] = work;
     };
-    begin(blockIdx.x, 0);
+    begin(blockIdx.x, 0, true);
     int now = 0;
     for (int index = blockIdx.x; index < tiles; index += step, now ^= 1) {
         wait_copies();
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(cuflash::SUMMARY_THREADS) cuflash_fp8_summary(
     cuflash::summarise(a);
 }
 __global__ void __launch_bounds__(CONFIG_THREADS, CONFIG_RESIDENT) cuflash_fp8_codes(const __grid_constant__ Arguments a) {
-    cuflash::let_next_kernel_start(), cuflash::await_kernel_before();
+    cuflash::let_next_kernel_start();
     cuflash::quantize(a);
 }
 }

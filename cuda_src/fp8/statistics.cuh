@@ -14,8 +14,10 @@ constexpr int CHUNKS_AT_ONCE = 5;  // blocks of a multiprocessor: 80 KB are on t
 constexpr int SUMMARY_WARPS = 16;  // of a block, whose lanes have a channel each
 constexpr int SUMMARY_THREADS = 32 * SUMMARY_WARPS;
 
-// What a thread has of its 8 channels: `take` has another row's, `expect` comes while rows are on their way.
+// What a thread has of its 8 channels: `take` has another row's, `expect` comes while rows are on their way. Codes begin with V's
+// last rows, which are to be in the L2 cache still: others LEAVE it.
 struct QueryRecords {
+    static constexpr bool LEAVE = true;
     float all[Q_RECORDS][8] = {};
 
     __device__ __forceinline__ void expect() {}
@@ -27,6 +29,7 @@ struct QueryRecords {
 };
 
 struct KeyRecords {
+    static constexpr bool LEAVE = true;
     uint4 first_unit;
     float first[8], all[K_RECORDS][8] = {};
 
@@ -48,6 +51,7 @@ struct KeyRecords {
 };
 
 struct ValueRecords {
+    static constexpr bool LEAVE = false;
     float all[V_RECORDS][8] = {};
 
     __device__ __forceinline__ ValueRecords() {
@@ -78,7 +82,8 @@ __device__ __forceinline__ void take_chunk(Records records, const Input& from, i
         uint4 units[IN_FLIGHT];
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i)
-            if (row + i * ROWS_AT_ONCE < last) units[i] = __ldg(reinterpret_cast<const uint4*>(at + i * step));
+            if (row + i * ROWS_AT_ONCE < last)
+                units[i] = Records::LEAVE ? load_leaving(at + i * step) : __ldg(reinterpret_cast<const uint4*>(at + i * step));
         records.expect();
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {

@@ -51,8 +51,8 @@ __device__ __forceinline__ int tiles_of(const Arguments& a) {
     return a.entries * (a.q_heads * ((a.q_len + TILE - 1) / TILE) + a.kv_heads * a.key_blocks);
 }
 
-// Copies of a tile begin; rows past the end and channels past the dim are 0.
-__device__ __forceinline__ void begin_loads(Stage& stage, const Work& work, const Arguments& a) {
+// Copies of a tile's rows begin; those past the end and channels past the dim are 0.
+__device__ __forceinline__ void begin_rows(Stage& stage, const Work& work, const Arguments& a) {
     constexpr int ROWS_AT_ONCE = THREADS / UNITS;
     const Input& from = work.role == QUERIES ? a.q : work.role == KEYS ? a.k : a.v;
     const int unit = threadIdx.x % UNITS, first = threadIdx.x / UNITS;
@@ -63,7 +63,10 @@ __device__ __forceinline__ void begin_loads(Stage& stage, const Work& work, cons
 #pragma unroll
     for (int i = 0; i < TILE / ROWS_AT_ONCE; ++i, at += step)
         copy_async(to + i * ROWS_AT_ONCE * int(sizeof(stage.rows[0])), at, first + i * ROWS_AT_ONCE < rows ? 16 : 0);
+}
 
+// Copies of what the statistics say of its channels.
+__device__ __forceinline__ void begin_factors(Stage& stage, const Work& work, const Arguments& a) {
     const i64 of_head = (i64(work.entry) * a.kv_heads + work.kv_head) * D;
     const float* means = (work.role == VALUES ? a.v_means : a.k_means) + of_head;
     const float* factors = (work.role == VALUES ? a.v_scales : work.role == KEYS ? a.k_factors : a.q_factors) + of_head;
