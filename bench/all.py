@@ -28,6 +28,7 @@ from .shapes import select
 _PACE = Pace(rounds=4, settle_ms=30.0, window_ms=12.0, patience_s=3.0)
 _SLOW_TO_PREPARE = "fa4"  # compiles for each kind of problem
 _LISTS = ("paper", "gqa", "decode", "long", "cross", "short")
+_LONGEST = 1 << 18  # keys: 2^20 take some peers 10 s a call, and `memory` has them
 
 
 def add_parser(commands: Any) -> None:
@@ -62,16 +63,17 @@ def steps(
     if run_.place == "cpu":
         lists = [("cpu", select("cpu"))]
     else:
-        lists = [(name, select(name)) for name in _LISTS]
+        lists = [(name, [p for p in select(name) if p.kv_len <= _LONGEST]) for name in _LISTS]
         lists.append(("paper", select("paper", dims=(128,), dtypes=("bfloat16",))))
         if peers is None:
             peers = [name for name in columns.PEERS if name != _SLOW_TO_PREPARE]
             run_.results.skip(_SLOW_TO_PREPARE, "compiles for too long; --peers has it measured")
-    recipes, gradients = columns.RECIPES[:2], select("paper", dims=(64, 128))
+    recipes = columns.RECIPES[:2]
+    gradients = select("paper", seqs=(1024, 4096, 16384))
     return [
         ("host", 15, lambda: host.measure(run_, rounds=21)),
-        ("forward", 225, lambda: forward.measure(run_, lists, peers)),
-        ("backward", 60, lambda: backward.measure(run_, [("paper", gradients)])),
+        ("forward", 200, lambda: forward.measure(run_, lists, peers)),
+        ("backward", 65, lambda: backward.measure(run_, [("paper", gradients)])),
         ("fp8", 45, lambda: fp8.measure(run_, select("fp8"), recipes)),
         ("quantize", 35, lambda: quantize.measure(run_, select("fp8"), recipes)),
         ("memory", 25, lambda: memory.measure(run_)),

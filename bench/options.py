@@ -46,7 +46,8 @@ def add_bench(
     )
     command.add_argument(
         "--rounds", type=count, default=_PACE.rounds, metavar="N",
-        help="windows of a column, whose median counts; default: %(default)s",
+        help="windows of a column, whose median counts; beside peers half as many of those far "
+        "behind, up to twice as many of the fastest; default: %(default)s",
     )  # fmt: skip
     command.add_argument(
         "--settle-ms", type=positive, default=_PACE.settle_ms, metavar="MS",

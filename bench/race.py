@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,16 @@ from .processes import PREPARE_S, WINDOW_S, Failed, Process, Team
 from .shapes import Problem
 from .worker import unpack
 
+_CLOSE = 1.15  # times the time of the fastest
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How long to measure: `rounds` windows of `window_ms`, each after `settle_ms` of the same.
 
-    A column that has taken `patience_s` of a problem is not asked for more rounds.
+    A column that has taken `patience_s` of a problem is not asked for more rounds. In a contest,
+    half of the rounds are for all columns, and those close to the fastest, whose order is in
+    question, have up to twice as many.
     """
 
     rounds: int = 7
@@ -40,6 +45,7 @@ def run(
     seed: int = 1,
     keep: bool = False,
     gradients: bool = False,
+    contest: bool = False,
 ) -> dict[str, Any]:
     """Measure one problem.
 
@@ -61,6 +67,8 @@ def run(
         Leave the problem with the processes, to ask them for more.
     gradients : bool
         Results are dq, dk and dv, each judged.
+    contest : bool
+        All columns do the same, and the fastest count.
 
     Returns
     -------
@@ -82,7 +90,7 @@ def run(
         )
 
     order = random.Random(f"{seed} {problem}")  # another for each problem
-    times = take_turns(running, window, pace, order, team, column)
+    times = take_turns(running, window, pace, order, team, column, contest)
     for name, found in times.items():
         if found and not _has_failed(column[name]):
             column[name]["ms"], column[name]["spread"] = stats.median_and_spread(found)
@@ -100,12 +108,17 @@ def take_turns(
     chance: random.Random,
     team: Team,
     column: dict[str, dict[str, Any]],
+    contest: bool = False,
 ) -> dict[str, list[float]]:
     """`rounds` of what `measure` finds of each, in an order of its own; who fails is left out."""
     times: dict[str, list[float]] = {name: [] for name in running}
     spent = dict.fromkeys(running, 0.0)
-    for _ in range(pace.rounds):
-        for name in chance.sample(list(running), len(running)):
+    asked = list(running)
+    for finished in range(2 * pace.rounds if contest else pace.rounds):
+        if contest and finished == (pace.rounds + 1) // 2:
+            medians = {name: statistics.median(times[name]) for name in running}
+            asked = [name for name in medians if medians[name] <= _CLOSE * min(medians.values())]
+        for name in chance.sample(asked, len(asked)):
             if spent[name] > pace.patience_s or name not in running:
                 continue
             begin = time.monotonic()

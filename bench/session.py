@@ -70,6 +70,7 @@ class Session:
         ours: Iterable[str],
         judged: Mapping[str, str],
         gradients: bool = False,
+        contest: bool = False,
         **labels: Any,
     ) -> list[dict[str, Any]]:
         """Measure problems, print a line each, and keep them with `labels`; those that the time
@@ -92,6 +93,7 @@ class Session:
                     judged=judged,
                     flush_below=self.flush_below,
                     gradients=gradients,
+                    contest=contest,
                 ),
             }
             add_rates(row, problem, self.results.data["ceilings"], judged)
@@ -121,8 +123,9 @@ class Session:
                 mine = [problem for problem in some if problem.dtype == dtype]
                 judged = dict.fromkeys(team.specs, dtype)
                 yield self.race(
-                    bench, mine, team, (columns.OURS,), judged, gradients=gradients, list=label
-                )
+                    bench, mine, team, (columns.OURS,), judged,
+                    gradients=gradients, contest=True, list=label,
+                )  # fmt: skip
 
     def measure_ceilings(self, names: Iterable[str]) -> None:
         """Products and copies, in turns; the record keeps their rates."""

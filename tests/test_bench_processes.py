@@ -172,6 +172,28 @@ def test_the_order_of_turns_is_random_and_everyone_has_as_many() -> None:
     assert len(rounds) > 5
 
 
+def test_in_a_contest_the_fastest_have_more_rounds() -> None:
+    running = dict.fromkeys("abcd")
+    speeds = {"a": 1.0, "b": 1.1, "c": 1.3, "d": 9.0}
+    column: dict[str, dict[str, object]] = {name: {} for name in running}
+    with Team({}) as team:
+        times = race.take_turns(
+            running,
+            speeds.__getitem__,
+            Pace(rounds=5),
+            random.Random(3),
+            team,
+            column,  # type: ignore[arg-type]
+            contest=True,
+        )
+    assert {name: len(found) for name, found in times.items()} == {"a": 10, "b": 10, "c": 3, "d": 3}
+
+
+def test_in_a_contest_of_none_nobody_is_asked() -> None:
+    with Team({}) as team:
+        assert race.take_turns({}, len, Pace(), random.Random(3), team, {}, contest=True) == {}
+
+
 def test_reasons_have_one_line_and_no_folders() -> None:
     assert tidy("\n  OSError: /home/me/x/lib.so.1: bad\nmore") == "OSError: lib.so.1: bad"
     assert tidy("see https://example.org/a/b") == "see https://example.org/a/b"
