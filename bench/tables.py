@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from . import columns, race
+from .compile_time import was_compiled
 from .session import ratios
 
 Row = Mapping[str, Any]
@@ -204,12 +205,13 @@ def _host(rows: Sequence[Row]) -> list[str]:
 
 
 def _compile(rows: Sequence[Row]) -> list[str]:
+    alone = {row["kernel"]: row["seconds"] for row in rows if "seconds" in row}
     parts = [
         f"First call of a process, s: {row['uncached_s']:.2f} where nothing was compiled before "
         f"({row['compiling_s']:.2f} NVRTC's), {row['cached_s']:.2f} from the cache "
         f"({row['kernel']})."
         for row in rows
-        if "compiling_s" in row
+        if "compiling_s" in row and was_compiled(row["compiling_s"], alone.get(row["kernel"]))
     ]
     kinds: dict[tuple[str, str], list[float]] = {}
     for row in rows:

@@ -43,6 +43,18 @@ def test_the_readme_agrees_with_the_results() -> None:
         assert (ROOT / figure).is_file(), figure
 
 
+@pytest.mark.parametrize(("compiling", "shown"), [(1.6, True), (0.05, False)])
+def test_a_first_call_that_was_not_compiled_is_not_shown(compiling: float, shown: bool) -> None:
+    """NVRTC may have a cache of its own."""
+    rows = [
+        {"arch": "sm_90a", "family": "sm90", "kernel": "k", "seconds": 1.5, "bytes": 9},
+        {"kernel": "k", "uncached_s": 2.0, "compiling_s": compiling, "cached_s": 0.1},
+    ]
+    text = tables.render("compile", record(compile=rows))
+    assert ("First call of a process" in text) == shown
+    assert "| sm_90a | sm90 | 1 | 1.50 | 1.50 |" in text
+
+
 def test_no_figure_lies_there_without_its_file() -> None:
     folder = ROOT / "bench" / "results"
     records = {path.stem for path in folder.glob("*.json")}

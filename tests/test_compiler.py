@@ -195,6 +195,25 @@ def test_the_compiler_keeps_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize(("version", "past"), [((12, 8), False), ((12, 9), True), ((13, 0), True)])
+def test_what_is_compiled_is_not_from_a_cache_of_the_compiler(
+    version: tuple[int, int], past: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions before do not know the option, and have no such cache."""
+    nvrtc, given = compiler._nvrtc(), []
+    compile_program = nvrtc.compileProgram
+
+    def note(program: Any, options: tuple[str, ...]) -> None:
+        given.extend(options)
+        compile_program(program, tuple(option for option in options if option != "--no-cache"))
+
+    monkeypatch.setattr(nvrtc, "compileProgram", note)
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: version)
+    compiler.compile_cubin('extern "C" __global__ void f() {}', "sm_80", "f")
+    assert ("--no-cache" in given) == past
+
+
+@needs_compiler
 def test_an_unknown_architecture_is_told() -> None:
     with pytest.raises(CompileError, match=r"f does not compile for sm_999 .*\n.*-arch"):
         compiler.compile_cubin("", "sm_999", "f")

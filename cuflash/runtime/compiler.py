@@ -22,6 +22,9 @@ OPTIONS = (
     "--ptxas-options=-v",  # the log that `Resources` is read from
     "-lineinfo",  # lets profilers show the source; changes no instruction
 )
+# NVRTC has a cache of its own from this version on, beside that of `cache`: what it answers from
+# there was not compiled, and `cuflash cache clear` does not empty it.
+_OWN_CACHE_SINCE = 12, 9
 _SLOW_S = 1.0
 
 
@@ -142,7 +145,7 @@ def compile_cubin(text: str, arch: str, name: str, *, show_progress: bool = True
     program = nvrtc.createProgram(text, f"{name}.cu", (), ())
     try:
         with watched if show_progress else nullcontext():
-            nvrtc.compileProgram(program, (f"-arch={arch}", *OPTIONS))
+            nvrtc.compileProgram(program, (f"-arch={arch}", *OPTIONS, *_past_own_cache()))
         cubin: bytes = nvrtc.getCUBIN(program)
         log = _clean(nvrtc.getProgramLog(program))
     except nvrtc.NVRTCError as error:
@@ -155,6 +158,10 @@ def compile_cubin(text: str, arch: str, name: str, *, show_progress: bool = True
         _log.info("compiled %s for %s in %.1f s", name, arch, seconds)
     # CuPy takes the last byte off, as if it were the end of a C string; disassemblers need it.
     return Compiled(cubin + b"\0", log, ptxas.parse(log), seconds)
+
+
+def _past_own_cache() -> tuple[str, ...]:
+    return ("--no-cache",) if nvrtc_version() >= _OWN_CACHE_SINCE else ()
 
 
 def _clean(log: str) -> str:
