@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
         "python -m bench compile --archs sm_80 --dims 128 --families sm80",
     )
     static.add_selection(command)
-    command.set_defaults(archs=(), dims=_DIMS)
+    command.set_defaults(archs=(), dims=_DIMS, families=configurations.FORWARD)
 
 
 def run(run_: Session, chosen: argparse.Namespace) -> None:
@@ -45,7 +45,7 @@ def measure(
     run_: Session,
     archs: Sequence[str] = (),
     dims: Sequence[int] = _DIMS,
-    families: Sequence[str] = static.FAMILIES,
+    families: Sequence[str] = configurations.FORWARD,
 ) -> None:
     """One after another, past the cache; for this machine's GPU, or 8.0 and 9.0 without one."""
     if not static.can_compile(run_, "compile"):

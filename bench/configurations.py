@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cuflash import ArrayInfo, explain
 from cuflash.families import sm90_fp8
@@ -18,13 +19,26 @@ DIMS = (32, 64, 96, 128, 192, 256)
 _LENGTHS = (1024, 4096, 16384)  # on which tiles depend
 _WARPS = 4  # of a warpgroup, one of which loads on 9.0
 _FP8_DIMS = (64, 128, 256)
+FORWARD = ("sm80", "sm90", "sm90_fp8")
+BACKWARD = ("sm80_backward", "sm90_backward")
+
+
+class Loop(NamedTuple):
+    """A main loop, of so many warps: for one tile its matrix instructions, of a warp or of a
+    warpgroup, and its exponentials, of a warp.
+    """
+
+    warps: int
+    products: int
+    exponentials: int
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
     """A kernel as it is compiled for an architecture, and what its blocks work on.
 
-    `warps` are those that multiply; `bits` are those of an element of q and k.
+    `warps` are those that multiply; `bits` are those of an element of q and k; `parts` of warps
+    have a loop each.
     """
 
     module: Module
@@ -37,6 +51,7 @@ class Configuration:
     shared_memory: int
     causal: bool
     bits: int = 16
+    parts: int = 1
 
     @property
     def name(self) -> str:
@@ -44,24 +59,39 @@ class Configuration:
         return self.module.specialisation.name
 
     @property
-    def products(self) -> int:
-        """Matrix instructions of a warp for one tile of keys, or of a warpgroup."""
-        step = 256 // self.bits  # depth of one instruction
-        if self.module.family == "sm80":
-            of_block = self.q_rows // 16 * (self.keys // 8) * (2 * self.head_dim // step)
-            return of_block // self.warps
-        return self.head_dim // step + self.keys // step
+    def is_backward(self) -> bool:
+        """Whether it is of the backward pass, which multiplies five times for two."""
+        return self.module.family in BACKWARD
 
     @property
-    def exponentials(self) -> int:
-        """Instructions of a warp for one tile of keys."""
-        return self.q_rows * self.keys // (32 * self.warps)
+    def operations(self) -> float:
+        """Of the products of a tile of queries and keys."""
+        return (10.0 if self.is_backward else 4.0) * self.q_rows * self.keys * self.head_dim
+
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        """One; or where warpgroups share keys, that of weights and that of their gradients."""
+        warps = self.warps // self.parts
+        exponentials = self.q_rows * self.keys // (32 * warps)
+        of_all = Loop(warps, self._products, exponentials)
+        return (of_all, Loop(warps, self._products, 0))[: self.parts]
+
+    @property
+    def _products(self) -> int:
+        step = 256 // self.bits  # depth of one instruction
+        if self.module.family in ("sm80", "sm80_backward"):
+            return round(self.operations / (2 * 16 * 8 * step)) // self.warps
+        if not self.is_backward:
+            return self.head_dim // step + self.keys // step
+        config = dict(self.module.specialisation.config)
+        of_dq = self.keys // step * int(config["dq_chunks"])
+        return 2 // self.parts * (self.head_dim // step + self.q_rows // step) + of_dq
 
 
 def tuned(
     archs: Sequence[str] = ARCHITECTURES,
     dims: Sequence[int] = DIMS,
-    families: Sequence[str] = ("sm80", "sm90", "sm90_fp8"),
+    families: Sequence[str] = (*FORWARD, *BACKWARD),
 ) -> list[Configuration]:
     """Each kernel that float16 problems of these head dims may meet, once.
 
@@ -87,12 +117,14 @@ def _of_family(family: str, device: Device, dims: Iterable[int]) -> Iterator[Con
     capability = device.compute_capability
     if capability is None:
         raise ValueError(f"--archs: got {device.name!r}; expected such as sm_90a")
-    if family != "sm80" and capability != (9, 0):
+    if not family.startswith("sm80") and capability != (9, 0):
         return
     for dim in dims:
         for causal in (False, True):
             if family == "sm90_fp8":
                 yield from _of_8_bits(capability, dim, causal)
+            elif family in BACKWARD:
+                yield _of_gradients(family, device, capability, dim, causal)
             else:
                 yield from _of_16_bits(family, device, capability, dim, causal)
 
@@ -118,6 +150,31 @@ def _of_16_bits(
             launch.shared_memory,
             causal,
         )
+
+
+def _of_gradients(
+    family: str, device: Device, capability: tuple[int, int], dim: int, causal: bool
+) -> Configuration:
+    array = ArrayInfo((1, 8, 4096, dim), "float16", "cuda:0")
+    tiling = explain(
+        array, array, array, causal=causal, device=device, kernel=family.removesuffix("_backward"),
+        backward=True,
+    ).tiling  # fmt: skip
+    launch = tiling.launch
+    assert launch is not None
+    config, exact = dict(launch.module.config), launch.module.exact_arch
+    return Configuration(
+        Module(family, launch.module, compiler.loadable_architecture(capability, exact)),
+        capability,
+        int(config["head_dim"]),
+        tiling.q_rows,
+        tiling.keys,
+        launch.threads // 32 - (_WARPS if family == "sm90_backward" else 0),
+        launch.threads,
+        launch.shared_memory,
+        causal,
+        parts=2 if config.get("parted") else 1,
+    )
 
 
 def _of_8_bits(capability: tuple[int, int], dim: int, causal: bool) -> Iterator[Configuration]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 from .sass import Assembly, Loop, opcode, parse, products
 
@@ -12,8 +13,9 @@ Weighted = list[tuple[str, float]]
 def main_loop(assembly: str, needed: int, exponentials: int) -> Weighted:
     """Instructions of the loop over tiles of keys, with how often each runs for one tile.
 
-    It is the loop that has the products of one tile, or of two by turns; or one with a loop inside,
-    which with its turns makes up what is missing. Of several, the one with the shortest way.
+    It is the loop that has the products of one tile, or of two by turns; or one with loops inside,
+    which with their turns, as many of each, make up what is missing. Of several, the one with the
+    shortest way.
 
     Parameters
     ----------
@@ -22,7 +24,7 @@ def main_loop(assembly: str, needed: int, exponentials: int) -> Weighted:
     needed : int
         Matrix instructions of a warp, or a warpgroup, for a tile.
     exponentials : int
-        Those of a warp for a tile.
+        Those of a warp for a tile; 0 for a loop that has none.
 
     Raises
     ------
@@ -43,6 +45,8 @@ def main_loop(assembly: str, needed: int, exponentials: int) -> Weighted:
 def _of_loop(read: Assembly, loop: Loop, needed: int, exponentials: int) -> Weighted:
     inside = [other for other in read.loops if loop.holds(other)]
     body = read.code[loop.first : loop.last]
+    if not exponentials and any(opcode(one).startswith("MUFU.EX2") for one in body):
+        return []
     if not inside:
         for tiles in (1, 2):
             if products(body) == tiles * needed:
@@ -50,15 +54,16 @@ def _of_loop(read: Assembly, loop: Loop, needed: int, exponentials: int) -> Weig
                 way = hot_path(read, loop, weights, tiles * needed, tiles * exponentials)
                 return [(read.code[place], 1 / tiles) for place in way]
         return []
-    if len(inside) > 1:
+    if any(
+        one.first < other.last and other.first < one.last for one, other in combinations(inside, 2)
+    ):
         return []
-    (inner,) = inside
-    of_inner = products(read.code[inner.first : inner.last])
+    of_inner = sum(products(read.code[inner.first : inner.last]) for inner in inside)
     turns, rest = divmod(needed - (products(body) - of_inner), of_inner)
     if rest or turns < 2:
         return []
     weights = {
-        place: turns if inner.first <= place < inner.last else 1
+        place: turns if any(inner.first <= place < inner.last for inner in inside) else 1
         for place in range(loop.first, loop.last)
     }
     way = hot_path(read, loop, weights, needed, exponentials)

@@ -1,6 +1,6 @@
 """Where the cycles of a main loop go, and what limits it: a model, not a measurement.
 
-For one tile of query rows by keys, on one multiprocessor:
+For one tile of query rows by keys, on one multiprocessor, over all loops of a kernel:
 
     MMA    = operations of the products / operations a clock
     MUFU   = instructions of the special function unit x warps x 32 lanes / lanes a clock
@@ -69,7 +69,7 @@ _WIDTH = re.compile(r"(?:LDS|STS)(?:\.U?S?(8|16)|\.(64|128))?")
 
 @dataclass(frozen=True, slots=True)
 class Cycles:
-    """Of one tile of keys, and what there is most of."""
+    """Of one tile of keys, and what there is most of; instructions are those of a warp."""
 
     mma: float
     mufu: float
@@ -101,17 +101,16 @@ def cycles(one: Configuration, assembly: str) -> Cycles:
     ValueError
         Where no loop has the products of a tile.
     """
-    weights = main_loop(assembly, one.products, one.exponentials)
-    operations = 4.0 * one.q_rows * one.keys * one.head_dim
-    counted: dict[str, float] = defaultdict(float)
+    counted: dict[str, float] = defaultdict(float)  # of a warp, on the average over loops
     bytes_of_warp = 0.0
-    for instruction, weight in weights:
-        name = opcode(instruction)
-        counted[_class_of(name)] += weight
-        bytes_of_warp += weight * shared_bytes(instruction)
-    total = sum(weight for _, weight in weights)
+    for loop in one.loops:
+        for instruction, weight in main_loop(assembly, loop.products, loop.exponentials):
+            name, share = opcode(instruction), weight * loop.warps / one.warps
+            counted[_class_of(name)] += share
+            bytes_of_warp += share * shared_bytes(instruction)
+    total = sum(counted.values())
     return Cycles(
-        mma=operations / rate(one),
+        mma=one.operations / rate(one),
         mufu=counted["special"] * one.warps * 32 / _LANES,
         issue=total * one.warps / _SCHEDULERS,
         shared=bytes_of_warp * one.warps / _SHARED_BYTES,
@@ -122,7 +121,7 @@ def cycles(one: Configuration, assembly: str) -> Cycles:
 
 def rate(one: Configuration) -> float:
     """Operations a clock of a multiprocessor, for the products of a kernel."""
-    if one.module.family == "sm80" and one.capability == (9, 0):
+    if one.module.family.startswith("sm80") and one.capability == (9, 0):
         return _MMA_SYNC_ON_9_0
     return _of(one).mma * (16 // one.bits)
 

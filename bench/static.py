@@ -16,10 +16,10 @@ from cuflash.runtime import cache, compiler
 from cuflash.runtime.compiler import CompileError
 
 from . import configurations, limits, options, sass
-from .configurations import ARCHITECTURES, DIMS, Configuration
+from .configurations import ARCHITECTURES, BACKWARD, DIMS, FORWARD, Configuration
 from .session import Session
 
-FAMILIES = ("sm80", "sm90", "sm90_fp8")
+FAMILIES = (*FORWARD, *BACKWARD)
 
 
 def add_parser(commands: Any) -> None:
@@ -145,7 +145,8 @@ _HEADER = (
 
 
 def _line(row: dict[str, Any]) -> str:
-    start = f"{row['arch']:<7} {row['kernel'].removeprefix('cuflash_fwd_'):<46} {row['tile']:>8} "
+    name = row["kernel"].removeprefix("cuflash_").removeprefix("fwd_")
+    start = f"{row['arch']:<7} {name:<46} {row['tile']:>8} "
     if "failed" in row:
         return f"{start}FAILED {row['failed']}"
     shares = [f"{row[name] / row['mma']:.0%}" for name in ("mufu", "issue", "shared")]

@@ -271,7 +271,7 @@ def _static(rows: Sequence[Row]) -> list[str]:
     few = [row for row in rows if row["dim"] in _STATIC_DIMS and not row["causal"]]
     lines = []
     for row in few or rows:
-        name = row["kernel"].removeprefix("cuflash_fwd_")
+        name = row["kernel"].removeprefix("cuflash_").removeprefix("fwd_")
         if "failed" in row:
             lines.append((row["arch"], name, row["tile"], "failed", *[""] * 6))
             continue

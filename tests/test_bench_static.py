@@ -65,7 +65,8 @@ def test_the_model_has_the_figures_of_two_known_tiles() -> None:
 
 def test_8_bits_multiply_twice_as_fast() -> None:
     one = configuration("sm90_fp8", 128, 128, 224, warps=8, bits=8)
-    assert one.products == 128 // 32 + 224 // 32
+    (loop,) = one.loops
+    assert loop.products == 128 // 32 + 224 // 32
     scores = ["QGMMA.64x224x32.F32.E4M3.E4M3 R88, gdesc[UR44], R88"] * 4
     values = ["QGMMA.64x128x32.F32.E4M3.E4M3 R24, R140, gdesc[UR8], R24"] * 7
     powers = ["MUFU.EX2 R1, R2"] * 112
@@ -110,6 +111,41 @@ def test_a_loop_inside_counts_with_its_turns() -> None:
     for needed in (41, 24 - 8 + 7):
         with pytest.raises(ValueError, match="no loop has"):
             main_loop(text, needed, exponentials=4)
+
+
+def test_loops_inside_have_as_many_turns_each() -> None:
+    """As the sm80 backward kernel has it, of S and of dP."""
+    mma = "HMMA.16816.F32 R0, R4, R8, R0"
+    first = [".L_x_2:", *[mma] * 4, "@P1 BRA `(.L_x_2)"]
+    second = [".L_x_3:", *[mma] * 4, "@P1 BRA `(.L_x_3)"]
+    text = listing(
+        ".L_x_1:", *first, *["MUFU.EX2 R1, R2"] * 4, *second, *[mma] * 8, "BRA `(.L_x_1)"
+    )
+    weighted = main_loop(text, needed=8 + 3 * 8, exponentials=4)
+    assert sum(weight for _, weight in weighted) == 3 * (4 + 1) * 2 + 4 + 8 + 1
+    within = [".L_x_2:", mma, *second, "@P1 BRA `(.L_x_2)"]
+    text = listing(".L_x_1:", *within, *["MUFU.EX2 R1, R2"] * 4, *[mma] * 8, "BRA `(.L_x_1)")
+    with pytest.raises(ValueError, match="no loop has"):
+        main_loop(text, needed=8 + 3 * 5, exponentials=4)
+
+
+def test_warpgroups_with_loops_of_their_own_are_added_up() -> None:
+    """Of the backward pass at dim 192: one makes weights and dV of them, the other has dK."""
+    module = Module(
+        "sm90_backward", Specialisation("a.cu", "a", (("dq_chunks", 1),), exact_arch=True), "sm_90a"
+    )
+    one = Configuration(module, (9, 0), 192, 64, 64, 8, 384, 0, causal=False, parts=2)
+    assert one.loops == ((4, 12 + 4 + 4, 32), (4, 12 + 4 + 4, 0))
+    mma = ["HGMMA.64x64x16.F32 R88, gdesc[UR44], R88"] * 20
+    weights = [".L_x_1:", *mma, *["MUFU.EX2 R1, R2"] * 32, "@P0 BRA `(.L_x_1)"]
+    of_keys = [".L_x_2:", *mma, *["FMUL R1, R2, R3"] * 60, "@P0 BRA `(.L_x_2)"]
+    found = limits.cycles(one, listing(*weights, *of_keys))
+    assert found.mma == 10 * 64 * 64 * 192 / 4096
+    assert found.mufu == 32 * 4 * 32 / 16
+    assert found.instructions == ((20 + 32 + 1) + (20 + 60 + 1)) / 2
+    assert found.issue == (20 + 32 + 1) + (20 + 60 + 1)
+    assert found.mix["products"] == 20
+    assert found.mix["float"] == 30
 
 
 def test_two_tiles_by_turns_are_halved() -> None:
@@ -191,7 +227,8 @@ def test_a_small_kernel_is_compiled_and_described(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "static.json"
-    arguments = ["static", "--archs", "sm_80", "--dims", "32", "--json", str(file)]
+    arguments = ["static", "--archs", "sm_80", "--dims", "32", "--families", "sm80"]
+    arguments += ["--json", str(file)]
     assert cli.main(arguments) == 0
     rows = json.loads(file.read_text())["benches"]["static"]
     assert {(row["dim"], row["causal"]) for row in rows} == {(32, False), (32, True)}
@@ -206,6 +243,25 @@ def test_a_small_kernel_is_compiled_and_described(
         assert row["mix"]["products"] * 4096 * row["warps"] == 4 * 128 * 128 * 32
         assert row["limiters"]
     assert "sm_80" in capsys.readouterr().out
+
+
+@needs_compiler
+@pytest.mark.skipif(sass.disassembler() is None, reason="no nvdisasm")
+@pytest.mark.parametrize(("dim", "tile"), [(64, (128, 128)), (128, (64, 128)), (192, (64, 64))])
+def test_the_backward_pass_on_9_0_is_near_what_shared_memory_gives(
+    dim: int, tile: tuple[int, int]
+) -> None:
+    (one,) = (
+        one for one in configurations.tuned(["sm_90a"], [dim], ["sm90_backward"]) if not one.causal
+    )
+    row = static.describe(one)
+    assert (one.q_rows, one.keys) == tile
+    assert "shared memory" in row["limiters"], row
+    assert 1.0 <= row["shared"] / row["mma"] < 1.25
+    assert row["mufu"] == pytest.approx(one.q_rows * one.keys / 16, rel=0.02)
+    assert row["mix"]["products"] * row["warps"] == sum(
+        loop.products * loop.warps for loop in one.loops
+    )
 
 
 @needs_compiler
