@@ -28,7 +28,7 @@ from .shapes import select
 _PACE = Pace(rounds=4, settle_ms=30.0, window_ms=12.0, patience_s=3.0)
 _SLOW_TO_PREPARE = "fa4"  # compiles for each kind of problem
 _LISTS = ("paper", "gqa", "decode", "long", "cross", "short")
-_LONGEST = 1 << 18  # keys: 2^20 take some peers 10 s a call, and `memory` has them
+_LONGEST = 1 << 18  # keys: 2^20 take some peers 10 s a call, and ours are in `memory`
 
 
 def add_parser(commands: Any) -> None:
@@ -64,6 +64,9 @@ def steps(
         lists = [("cpu", select("cpu"))]
     else:
         lists = [(name, [p for p in select(name) if p.kv_len <= _LONGEST]) for name in _LISTS]
+        run_.results.skip(
+            f"forward: more than {_LONGEST:,} keys", "10 s a call; --list long has them measured"
+        )
         lists.append(("paper", select("paper", dims=(128,), dtypes=("bfloat16",))))
         if peers is None:
             peers = [name for name in columns.PEERS if name != _SLOW_TO_PREPARE]
