@@ -9,7 +9,8 @@ import random
 from collections import Counter
 
 import pytest
-from sm90_backward_model import FAR, Kernel, Shape, find, run, tile_at, turn
+from sm90_backward_model import Kernel, run
+from sm90_backward_work import FAR, Shape, find, tile_at, turn
 
 SMALL = [(q, k) for q in (1, 2, 3, 4, 5, 7, 8, 9, 13) for k in (1, 2, 3, 5, 6, 8, 9, 11, 12)]
 WINDOWS = [(FAR, FAR), (FAR, 0), (FAR, 2), (0, FAR), (3, FAR), (0, 0), (2, 1), (5, 4), (1, 9)]
