@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from spoiled_family import spoil_results
 
 from cuflash import check, check_gradients, cli, dispatch, families, oracle
 
@@ -44,19 +45,9 @@ def where_nothing_contributes(operands: Any) -> None:
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Spoil], None]]:
     """Let the CPU's backward pass finish, then spoil what it wrote."""
     family = families.load_backward("reference")
-    right = family.prepare
 
     def spoil_with(spoil: Spoil) -> None:
-        def prepare(plan: Any) -> Callable[[Any], None]:
-            run = right(plan)
-
-            def run_and_spoil(operands: Any) -> None:
-                run(operands)
-                spoil(operands)
-
-            return run_and_spoil
-
-        monkeypatch.setattr(family, "prepare", prepare)
+        spoil_results(monkeypatch, family, lambda plan, operands: spoil(operands))
 
     yield spoil_with
     dispatch._choose.cache_clear()

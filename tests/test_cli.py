@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from spoiled_family import spoil_results
 
 import cuflash
 from cuflash import check, cli, dispatch, families
@@ -301,20 +302,13 @@ def not_zero_in_an_empty_row(plan: Plan, operands: Operands) -> None:
 def break_reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Let the CPU family finish, then spoil what it wrote."""
     family = families.load("reference")
-    right = family.prepare
 
     def spoil_with(spoil: Callable[[Plan, Operands], None]) -> None:
-        def prepare(plan: Plan) -> Callable[[Operands], None]:
-            run = right(plan)
+        def spoil_views(plan: Plan, operands: Operands) -> None:
+            if operands.lse is not None:
+                spoil(plan, operands.views(plan.spec))
 
-            def run_and_spoil(operands: Operands) -> None:
-                run(operands)
-                if operands.lse is not None:
-                    spoil(plan, operands.views(plan.spec))
-
-            return run_and_spoil
-
-        monkeypatch.setattr(family, "prepare", prepare)
+        spoil_results(monkeypatch, family, spoil_views)
 
     yield spoil_with
     dispatch._choose.cache_clear()

@@ -175,12 +175,8 @@ def test_twenty_runs_give_the_same_bits(hopper: ModuleType) -> None:
 @pytest.mark.parametrize("recipe", ["f8", "i8+"])
 def test_a_captured_call_can_be_replayed_on_new_values(recipe: str, hopper: ModuleType) -> None:
     """Its codes lie where nothing else does, whatever the pool gives away in between."""
-    first, second = (
-        [hopper.asarray(array) for array in inputs(SHAPES[shape], 128)]
-        for shape in ("several tiles", "several tiles")
-    )
-    for array in second:
-        array *= np.float16(-0.5)
+    first = [hopper.asarray(array) for array in inputs(SHAPES["several tiles"], 128)]
+    second = [array * np.float16(-0.5) for array in first]
     expected = attention_fp8(*second, recipe=recipe, causal=True)
     out = hopper.empty_like(first[0])
     hopper.cuda.Device().synchronize()
