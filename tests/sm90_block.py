@@ -26,7 +26,7 @@ class Config:
     stages: int = 2
     cluster: int = 1
     ping_pong: bool = False
-    out_over_q: bool = False
+    out_in_place: bool = False
     skips: bool = False
     lengths: bool = False
     eight: bool = False
@@ -110,6 +110,10 @@ class Region:
             raise Fault(f"{self.name}: written with {what} while it is read")
         self.holds[part] = what
 
+    def write_share(self, rank: int, shares: int, what: Any) -> None:
+        for part in range(rank * self.parts // shares, (rank + 1) * self.parts // shares):
+            self.write(part, what)
+
     def check(self, what: Any) -> None:
         if any(held != what for held in self.holds):
             raise Fault(f"{self.name}: expected {what}, holds {self.holds}")
@@ -143,16 +147,17 @@ class Block:
         self.q_full, self.q_empty = barriers("q_full", groups, 1), barriers("q_empty", groups, 1)
         self.work_full = barriers("work_full", 2, 1)
         self.work_empty = barriers("work_empty", 2, WARPS * groups)
+        self.out_gone = barriers("out_gone", groups, config.cluster)
         (self.first_full,) = barriers("first_full", 1, 1)
         (self.first_empty,) = barriers("first_empty", 1, groups)
         self.turn, self.store = ([Meeting() for _ in range(groups)] for _ in range(2))
         self.consumers = Meeting()
         self.keys = [Region(f"K {i}", config.cluster) for i in range(stages)]
-        self.values = [Region(f"V {i}", config.cluster) for i in range(stages)]
+        # In as many parts as out, which may take their place.
+        self.values = [Region(f"V {i}", WARPS) for i in range(stages)]
         self.cleared = [set[Any]() for _ in range(stages)]  # by which warps
         self.queries = [Region(f"Q {i}") for i in range(groups)]
-        out = [Region(f"out {i}", WARPS) for i in range(groups)]
-        self.out = out
+        self.out = [Region(f"out {i}", WARPS) for i in range(groups)]
         self.first = Region("first values")
         self.works: list[tuple[int, Work | None] | None] = [None, None]
         self.products: list[list[dict[str, Any]]] = [[] for _ in range(groups)]

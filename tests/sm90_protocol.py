@@ -86,7 +86,7 @@ class Kernel:
     def produce(self, rank: int) -> Steps:
         config, block = self.config, self.blocks[rank]
         k_place, v_place = Place(config.stages, 1), Place(config.stages, 1)
-        work_place, q_parity, first_parity = Place(2, 1), 1, 1
+        work_place, q_parity, first_parity, gone_parity = Place(2, 1), 1, 1, 0
 
         def hand_over(what: tuple[int, Work | None]) -> Steps:
             slot = work_place.slot
@@ -104,13 +104,26 @@ class Kernel:
             for to in self.blocks:
 
                 def come(to: Block = to) -> None:
-                    (to.values if values else to.keys)[slot].write(rank, tag)
+                    region = (to.values if values else to.keys)[slot]
+                    region.write_share(rank, config.cluster, tag)
                     if values:
                         to.cleared[slot].clear()
                     (to.v_full if values else to.k_full)[slot].complete()
 
                 self.events.append(come)
             place.next()
+
+        def await_out_gone(group: int) -> Steps:
+            if config.out_in_place:
+                yield block.out_gone[group].passed(gone_parity)
+
+        def load_values(number: int, work: Work, tile: int) -> Steps:
+            if tile == work.end - 1:
+                yield from await_out_gone(0)
+            one = config.mutation == "a single tile does not wait for the other place"
+            if tile == (work.end - 2 if one else max(work.end - 2, work.begin)):
+                yield from await_out_gone(1)
+            yield from load(True, v_place, (number, tile))
 
         def load_first(number: int) -> Steps:
             nonlocal first_parity
@@ -145,9 +158,13 @@ class Kernel:
                 if config.first and tile == FIRST_TILES - 1:
                     yield from load_first(number)
                 yield from load(False, k_place, (number, tile))
-                yield from load(True, v_place, (number, tile + 1))
+                yield from load_values(number, work, tile + 1)
             if work.any:
-                yield from load(True, v_place, (number, work.begin))
+                yield from load_values(number, work, work.begin)
+            else:
+                yield from await_out_gone(0)
+                yield from await_out_gone(1)
+            gone_parity ^= 1
         yield from hand_over((-1, None))
 
 
@@ -185,8 +202,24 @@ class Consumer:
             self.block.q_empty[self.group].arrive()
 
     def release_queries_after(self, tile: int) -> None:
-        if not self.config.out_over_q and tile == self.span[0]:
+        if tile == self.span[0]:
             self.release_queries()
+
+    @property
+    def values_first(self) -> bool:
+        late = self.config.mutation == "values are awaited before the place of out is given back"
+        return (self.config.skips or self.config.lengths) and not late
+
+    def tell_out_gone(self) -> Steps:
+        if not self.config.out_in_place or not self.leads:
+            return
+        block, group = self.block, self.group
+        if self.config.mutation != "the place of out is given back before its store has read":
+            yield lambda: block.stores[group] == 0
+        block.out_gone[group].arrive()
+        for other in self.kernel.blocks:
+            if other is not block:
+                self.kernel.events.append(other.out_gone[group].arrive)
 
     def meet(self) -> Steps:
         return self.block.store[self.group].wait(WARPS)
@@ -275,6 +308,8 @@ class Consumer:
         config, (begin, end) = self.config, self.span
         yield self.await_keys()
         self.multiply_queries_and_keys(end - 1)
+        if not self.values_first:
+            yield from self.tell_out_gone()
         yield from self.wait_products(0)
         self.release(False, self.place.slot)
         self.release_queries_after(end - 1)
@@ -406,32 +441,34 @@ class Consumer:
         if self.taken != list(range(end - 1, begin - 1, -1)):
             raise Fault(f"out has tiles {self.taken}, expected {self.span}")
         block, group, config = self.block, self.group, self.config
-        if not config.out_over_q:
+        if not config.out_in_place or not self.work.any:
             if self.leads:
                 yield lambda: block.stores[group] == 0
             if config.mutation != "out is written before its last store has read":
                 yield from self.meet()
-        if config.out_over_q and block.queries[group].readers:
-            raise Fault("out is written where products read Q")
-        block.out[group].write(self.warp, self.number)
+        out = block.out[group]
+        if config.out_in_place:
+            slot = self.place.slot ^ group
+            if config.mutation != "out takes the place of values that others read":
+                parity = self.place.parity ^ (slot >= self.place.slot)
+                yield block.v_empty[slot].passed(parity)
+            out = block.values[slot]
+        out.write(self.warp, self.number)
         yield None
         yield from self.meet()
         self.kernel.stored.add((self.number, self.rank, group, self.warp))
         if self.leads:
-            block.out[group].check(self.number)
-            block.out[group].readers += 1
+            out.check(self.number)
+            out.readers += 1
             block.stores[group] += 1
             number = self.number
 
             def leave() -> None:
-                block.out[group].check(number)
-                block.out[group].readers -= 1
+                out.check(number)
+                out.readers -= 1
                 block.stores[group] -= 1
 
             self.kernel.events.append(leave)
-            if config.out_over_q:
-                yield lambda: block.stores[group] == 0
-                self.release_queries()
 
     def run(self) -> Steps:
         config, block = self.config, self.block
@@ -451,12 +488,14 @@ class Consumer:
             self.work, self.span, self.taken = work, work.spans[self.group], []
             yield block.q_full[self.group].passed(self.q_parity)
             self.q_parity ^= 1
+            if self.values_first or not work.any:
+                yield from self.tell_out_gone()
             if not work.any:
                 if config.mutation == "queries are released before warps have met":
                     self.release_queries()
                     yield None
                 yield from self.store()
-                if not config.out_over_q and not config.mutation.startswith("queries"):
+                if not config.mutation.startswith("queries"):
                     self.release_queries()
                 continue
             late = config.mutation == "values are cleared after tiles that are passed"

@@ -135,7 +135,7 @@ def test_every_argument_reaches_the_kernel(kernel: Kernel) -> None:
         "bits": 16, "qk_element": "Bfloat16", "v_element": "Bfloat16", "out_element": "Bfloat16",
         "score": "float", "lagging": True, "first": False, "stages": 2,
         "head_dim": 64, "head_dim_v": 64, "keys": 128, "groups": 3,
-        "cluster": 1, "resident": 1, "ping_pong": True, "out_over_q": False, "bounded": True,
+        "cluster": 1, "resident": 1, "ping_pong": True, "out_in_place": False, "bounded": True,
         "left": False, "scores": 0, "lengths": False, "shared_memory": 113 * 1024,
     }  # fmt: skip
 

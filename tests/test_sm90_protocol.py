@@ -11,10 +11,15 @@ from sm90_protocol import trial
 
 BOTH = (False, True)
 SIXTEEN = [
-    Config(groups, stages, 1, ping_pong, out_over_q, skips, lengths=True)
+    Config(groups, stages, 1, ping_pong, False, skips, lengths=True)
     for groups, stages in ((2, 2), (3, 2), (2, 3))
-    for ping_pong, out_over_q, skips in itertools.product(BOTH, repeat=3)
-] + [Config(2, 2, 2, *flags) for flags in itertools.product(BOTH, repeat=2)]
+    for ping_pong, skips in itertools.product(BOTH, repeat=2)
+]
+SIXTEEN += [Config(2, 2, 2, *flags) for flags in itertools.product(BOTH, repeat=2)]
+SIXTEEN += [
+    Config(2, 2, 1, ping_pong, True, skips, lengths)
+    for ping_pong, skips, lengths in itertools.product(BOTH, repeat=3)
+]
 EIGHT = [
     Config(groups, stages, skips=skips, eight=True, first=first)
     for groups, stages in ((2, 4), (3, 4), (4, 4), (2, 2))
@@ -25,7 +30,7 @@ TRIALS = 60
 
 def names(config: Config) -> str:
     bits = "8" if config.eight else "16"
-    flags = ("ping_pong", "out_over_q", "skips", "first")
+    flags = ("ping_pong", "out_in_place", "skips", "lengths", "first")
     chosen = [flag for flag in flags if getattr(config, flag)]
     return "-".join([f"{bits}:{config.groups}x{config.stages}x{config.cluster}", *chosen])
 
@@ -45,6 +50,22 @@ MISTAKES = {
     "warps that pass do not meet": (Config(skips=True), "wait for ever"),
     "out is written before its last store has read": (Config(), "out .*: (written|expected)"),
     "queries are released before warps have met": (Config(), "wait for ever"),
+    "out takes the place of values that others read": (
+        Config(ping_pong=True, out_in_place=True),
+        "V .*: written",
+    ),
+    "the place of out is given back before its store has read": (
+        Config(out_in_place=True),
+        "V .*: written",
+    ),
+    "a single tile does not wait for the other place": (
+        Config(out_in_place=True),
+        "wait for ever|V .*: (written|expected)",
+    ),
+    "values are awaited before the place of out is given back": (
+        Config(out_in_place=True, skips=True),
+        "wait for ever",
+    ),
     "first values are left by those who need none": (
         Config(stages=4, skips=True, eight=True, first=True),
         "wait for ever",

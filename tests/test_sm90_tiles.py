@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cuflash.families import fused, sm90_tiles
-from cuflash.families.sm90_tiles import Tile, choices, choose, infeasible
+from cuflash.families.sm90_tiles import LINES, Tile, choices, choose, infeasible
 from cuflash.runtime import source
 
 PAIRS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
@@ -51,10 +51,10 @@ def test_every_pair_of_buckets_has_rows_for_every_length() -> None:
         (Tile(128, 3), (64, 64), 128, 113 * 1024),
         (Tile(128, 2), (96, 96), 144, (24 + 48 + 48 + 24 + 1) * 1024),
         (Tile(128, 2), (128, 128), 160, 193 * 1024),
-        (Tile(112, 2, out_over_q=True), (192, 192), 180, 217 * 1024),
-        (Tile(128, 2, out_over_q=True), (192, 128), 160, 209 * 1024),
-        (Tile(80, 2, out_over_q=True), (256, 256), 188, 225 * 1024),
-        (Tile(80, 2, cluster=2, out_over_q=True), (256, 256), 188, 225 * 1024),
+        (Tile(112, 2, out_in_place=True), (192, 192), 180, 217 * 1024),
+        (Tile(128, 2, out_in_place=True), (192, 128), 160, 209 * 1024),
+        (Tile(80, 2, out_in_place=True), (256, 256), 188, 225 * 1024),
+        (Tile(80, 2, cluster=2, out_in_place=True), (256, 256), 188, 225 * 1024),
     ],
 )
 def test_registers_and_shared_memory(
@@ -79,13 +79,13 @@ def test_parts_of_shared_memory_start_on_whole_units() -> None:
         (Tile(144, 3), (64, 64), "140 registers a thread: 3 warpgroups leave 132"),
         (Tile(128, 3), (96, 96), "144 registers a thread: 3 warpgroups leave 132"),
         (Tile(96, 3), (128, 128), "136 registers a thread: 3 warpgroups leave 132"),
-        (Tile(208, 2, out_over_q=True), (128, 128), "220 registers a thread: 2 warpgroups leave"),
-        (Tile(112, 2, out_over_q=True), (256, 256), "212 registers a thread: 2 warpgroups leave"),
+        (Tile(208, 2, out_in_place=True), (128, 128), "220 registers a thread: 2 warpgroups leave"),
+        (Tile(112, 2, out_in_place=True), (256, 256), "212 registers a thread: 2 warpgroups leave"),
         (Tile(112, 2), (192, 192), "271360 bytes of shared memory: a block has 232448"),
         (Tile(96, 2), (192, 192), "bytes of shared memory: a block has 232448"),
-        (Tile(128, 2, out_over_q=True), (192, 192), "bytes of shared memory"),
+        (Tile(128, 2, out_in_place=True), (192, 192), "bytes of shared memory"),
         (Tile(80, 2), (256, 256), "bytes of shared memory"),
-        (Tile(96, 2, out_over_q=True), (256, 256), "bytes of shared memory"),
+        (Tile(96, 2, out_in_place=True), (256, 256), "bytes of shared memory"),
         (Tile(192, 2), (128, 128), "bytes of shared memory"),
         (Tile(120, 2), (128, 128), "120 keys: expected a multiple of 16"),
         (Tile(0, 2), (128, 128), "0 keys"),
@@ -100,7 +100,8 @@ def test_parts_of_shared_memory_start_on_whole_units() -> None:
         (WIDE, (80, 80), "head dim 80: expected a multiple of 32"),
         (Tile(16, 2), (288, 288), "head dim 288: expected a multiple of 32 up to 256"),
         (replace(WIDE, cluster=4), (128, 128), "clusters of 4: expected 1 or 2"),
-        (replace(WIDE, out_over_q=True), (64, 128), "the output is larger than Q"),
+        (Tile(80, 3, out_in_place=True), (128, 128), "the output of 3 warpgroups would take"),
+        (Tile(48, 2, out_in_place=True), (128, 128), "places of 2 tiles of 48 keys: expected"),
     ],
 )
 def test_rows_that_can_not_be(tile: Tile, pair: tuple[int, int], reason: str) -> None:
@@ -116,7 +117,8 @@ def test_one_fault_is_one_reason_and_two_are_two() -> None:
 @pytest.mark.parametrize(("tile", "pair"), ROWS)
 def test_more_keys_than_a_row_has_may_not_fit(tile: Tile, pair: tuple[int, int]) -> None:
     """The checker's limits bind: some number of keys is too many for every row."""
-    fits = [infeasible(replace(tile, keys=keys), *pair) == [] for keys in range(16, 257, 16)]
+    fewest = LINES if tile.out_in_place else 16
+    fits = [infeasible(replace(tile, keys=keys), *pair) == [] for keys in range(fewest, 257, 16)]
     assert not fits[-1]
     assert fits == sorted(fits, reverse=True), "what fits with more keys fits with fewer"
 

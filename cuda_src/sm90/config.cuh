@@ -23,7 +23,7 @@ struct Config {
     static constexpr int RESIDENT = CONFIG_RESIDENT;    // blocks on a multiprocessor
     static constexpr bool OVERLAP = RESIDENT == 1;      // products beside softmax in a warpgroup; else another block's are
     static constexpr bool PING_PONG = CONFIG_PING_PONG;  // warpgroups take turns to issue products
-    static constexpr bool OUT_OVER_Q = CONFIG_OUT_OVER_Q;  // in shared memory; else in a buffer of its own
+    static constexpr bool OUT_IN_PLACE = CONFIG_OUT_IN_PLACE;  // of V's last two tiles; else it has a buffer of its own
     static constexpr bool BOUNDED = CONFIG_BOUNDED;        // causal or window
     static constexpr bool DYNAMIC = BOUNDED;               // work by tickets drawn, else by a static stride
     static constexpr bool SKIPS = BOUNDED && BN < 64 * GROUPS;  // some warpgroups have tiles that they pass over
@@ -49,7 +49,7 @@ static_assert(Config::D % Config::QK_PANEL == 0 && Config::DV % Config::OUT_PANE
 static_assert(Config::V_COLUMNS % Config::V_PANEL == 0, "whole panels");
 static_assert(Config::BN % 16 == 0 && Config::BN / Config::CLUSTER % 8 == 0, "whole steps, whole swizzles");
 static_assert(!Config::EIGHT || Config::BN == 64 && Config::CLUSTER == 1 && Config::SCORES == 0 && Config::RESIDENT == 1 &&
-                                    !Config::PING_PONG && !Config::OUT_OVER_Q, "what walk8.cuh does");
+                                    !Config::PING_PONG && !Config::OUT_IN_PLACE, "what walk8.cuh does");
 static_assert(Config::CLUSTER == 1 || !Config::DYNAMIC, "the blocks of a pair would have to agree on a ticket");
 
 struct __align__(64) Arguments {
@@ -86,8 +86,8 @@ struct Shared {
     static constexpr u32 K_STAGE = Config::BN * Config::D * Config::ITEM, V_STAGE = Config::BN * Config::DV * Config::ITEM;
     static constexpr u32 q = 0, k = q + Config::GROUPS * Q_GROUP, v = k + Config::STAGES * K_STAGE;
     static constexpr u32 after = v + Config::STAGES * V_STAGE;
-    static constexpr u32 o = Config::OUT_OVER_Q ? q : after;
-    static constexpr u32 first = after + (Config::OUT_OVER_Q ? 0 : Config::GROUPS * O_GROUP);  // panels of 64 columns
+    static constexpr u32 o = after;
+    static constexpr u32 first = after + (Config::OUT_IN_PLACE ? 0 : Config::GROUPS * O_GROUP);  // panels of 64 columns
     static constexpr u32 FIRST_PANEL = 2 * Config::BN * 128;
     static constexpr u32 works = first + (Config::FIRST ? Config::DV / 64 * FIRST_PANEL : 0);  // two records
     static constexpr u32 barriers = works + 128;
@@ -96,10 +96,12 @@ struct Shared {
     static constexpr u32 q_full = v_empty + 8 * Config::STAGES, q_empty = q_full + 8 * Config::GROUPS;
     static constexpr u32 work_full = q_empty + 8 * Config::GROUPS, work_empty = work_full + 16;
     static constexpr u32 first_full = work_empty + 16, first_empty = first_full + 8;
+    static constexpr u32 out_gone = first_empty + 8;  // of each warpgroup
     static constexpr u32 BYTES = works + 1024;
-    static_assert(first_empty + 8 <= BYTES, "barriers and records");
+    static_assert(out_gone + 8 * Config::GROUPS <= BYTES, "barriers and records");
     static_assert(Q_GROUP % 512 == 0 && K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && O_GROUP % 512 == 0, "swizzles");
-    static_assert(!Config::OUT_OVER_Q || O_GROUP <= Q_GROUP, "out takes the place of Q");
+    static_assert(!Config::OUT_IN_PLACE || Config::GROUPS == 2 && Config::STAGES == 2 && O_GROUP <= V_STAGE,
+                  "a tile's place for each warpgroup");
     static_assert(BYTES == CONFIG_SHARED_MEMORY && BYTES <= (Config::RESIDENT == 2 ? 115712 : 232448),
                   "what a block is launched with, and may have");
 };

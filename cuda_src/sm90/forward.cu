@@ -30,6 +30,7 @@ __device__ __forceinline__ void forward(const Arguments& a) {
         for (int i = 0; i < Config::GROUPS; ++i) {
             barrier_init(base + Shared::q_full + 8 * i, 1);
             barrier_init(base + Shared::q_empty + 8 * i, 1);
+            barrier_init(base + Shared::out_gone + 8 * i, Config::CLUSTER);
         }
         for (int i = 0; i < 2; ++i) {
             barrier_init(base + Shared::work_full + 8 * i, 1);

@@ -37,7 +37,15 @@ __device__ __forceinline__ void produce(u32 base, int rank, const Arguments& a) 
                  tile * Config::BN + rank * PART);
         k_place.next();
     };
+    u32 gone_parity = 0;
+    auto await_out_gone = [&](int group) {
+        if (Config::OUT_IN_PLACE) barrier_wait(base + Shared::out_gone + 8 * group, gone_parity);
+    };
     auto load_values = [&](int tile) {
+        // Out of the work before lies in the places of its last two tiles, that of the first warpgroup in the next to be
+        // filled. If just one is now, the other has to be free all the same when out follows.
+        if (tile == work.end - 1) await_out_gone(0);
+        if (tile == max(work.end - 2, work.begin)) await_out_gone(1);
         const u32 full = base + Shared::v_full + 8 * v_place.slot;
         const u32 to = base + Shared::v + v_place.slot * Shared::V_STAGE + rank * V_PART * Config::V_ROW;
         barrier_wait(base + Shared::v_empty + 8 * v_place.slot, v_place.parity);
@@ -74,7 +82,7 @@ __device__ __forceinline__ void produce(u32 base, int rank, const Arguments& a) 
         for (int group = 0; group < Config::GROUPS; ++group) {
             const u32 full = base + Shared::q_full + 8 * group;
             barrier_wait(base + Shared::q_empty + 8 * group, q_parity);
-            if (!any) {  // the place of Q alone, where out may go
+            if (!any) {  // its place alone: a phase for each piece of work
                 barrier_arrive(full);
                 continue;
             }
@@ -93,7 +101,11 @@ __device__ __forceinline__ void produce(u32 base, int rank, const Arguments& a) 
         }
         // As many draws as tickets, after which the counter is 0 again. Asked for early: nothing waits for it here.
         const u32 drawn = Config::DYNAMIC ? atomicInc(a.counter, a.tickets - 1) : 0;
-        if (any) load_values(work.begin);
+        if (any)
+            load_values(work.begin);
+        else
+            await_out_gone(0), await_out_gone(1);
+        gone_parity ^= 1;
         ticket = (Config::DYNAMIC ? int(drawn) : ticket) + gridDim.x / Config::CLUSTER;
     }
     work.entry = -1;

@@ -34,6 +34,7 @@ struct Consumer : Warpgroup {
         begin_products();
         multiply_queries_and_keys(scores, q_words(), k_words());
         commit_products();
+        if (FIRST && !VALUES_FIRST) tell_out_gone();
         wait_products<0>();
         release(k_empty());
         release_queries_after(tile, span);

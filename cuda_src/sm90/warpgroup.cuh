@@ -74,7 +74,32 @@ struct Warpgroup {
     }
     // The same after scores of `tile`: nothing else of this piece of work needs Q if that was the last.
     __device__ __forceinline__ void release_queries_after(int tile, const Span& span) const {
-        if (!Config::OUT_OVER_Q && tile == span.begin) release_queries();
+        if (tile == span.begin) release_queries();
+    }
+
+    // Whether values are awaited before the products of a piece of work begin; only after that is out of the one before waited
+    // for else, since it takes a while to leave.
+    static constexpr bool VALUES_FIRST = Config::SKIPS || Config::LENGTHS;
+    // Out of the work before has left the place of values, in this block and what it is loaded for.
+    __device__ __forceinline__ void tell_out_gone() const {
+        if (!Config::OUT_IN_PLACE || !is_leader()) return;
+        wait_stores_read();
+        const u32 gone = base + Shared::out_gone + 8 * group;
+        barrier_arrive(gone);
+        if (Config::CLUSTER == 2) barrier_arrive_in(gone, cluster_rank() ^ 1);
+    }
+    // The place that out leaves from, in shared memory. Of V's the first warpgroup takes the one to be filled next, the other the
+    // one filled last: its turn comes after the first has read that.
+    __device__ __forceinline__ u32 out_place(const Work& work) const {
+        const bool empty = work.begin >= work.end;
+        if (!Config::OUT_IN_PLACE || empty) {
+            if (is_leader()) wait_stores_read();  // of the work before
+            meet(STORE + group, 128);
+        }
+        if (!Config::OUT_IN_PLACE) return base + Shared::o + group * Shared::O_GROUP;
+        const int slot = place.slot ^ group;
+        barrier_wait(v_empty(slot), place.parity ^ u32(slot >= place.slot));  // all have read it
+        return base + Shared::v + slot * Shared::V_STAGE;
     }
 
     // Of a thread's two lines, each a row of one of the heads that are packed.
@@ -157,10 +182,9 @@ struct Warpgroup {
             float total = rows.total[half];
             total += __shfl_xor_sync(~0u, total, 1);
             total += __shfl_xor_sync(~0u, total, 2);
-            const bool unused = line >= a.rows * a.pack;  // 0 too, where out takes the place of Q
-            const bool dead = total == 0.f || row >= work.q_len || unused;
+            const bool dead = total == 0.f || row >= work.q_len;
             inverse[half] = dead ? 0.f : 1.f / total;
-            if (a.lse != nullptr && thread.lane() % 4 == 0 && row < a.q_len && !unused)
+            if (a.lse != nullptr && thread.lane() % 4 == 0 && row < a.q_len && line < a.rows * a.pack)
                 a.lse[place_of(line, work)] =
                     dead ? minus_infinity() : lse_of(rows, half, total, a) + lse_shift(line, work);
             if (dead) {  // 0 even where sums are not finite
@@ -168,11 +192,7 @@ struct Warpgroup {
                 for (int i = 2 * half; i < Config::DV / 2; i += 4) out[i] = out[i + 1] = 0.f;
             }
         }
-        const u32 to = base + Shared::o + group * (Config::OUT_OVER_Q ? Shared::Q_GROUP : Shared::O_GROUP);
-        if (!Config::OUT_OVER_Q) {
-            if (is_leader()) wait_stores_read();  // of the work before
-            meet(STORE + group, 128);
-        }
+        const u32 to = out_place(work);
         finish(work, thread, out, inverse);
         constexpr int STEPS = Config::OUT_PANEL / 16;
         const int at = thread.warp_row() + thread.lane() % 16;
@@ -196,10 +216,6 @@ struct Warpgroup {
                 store_box(a.out, to + panel * 64 * Config::OUT_ROW, panel * Config::OUT_PANEL, work.head,
                           work.first_row + group * a.rows, work.entry);
             commit_stores();
-            if (Config::OUT_OVER_Q) {
-                wait_stores_read();
-                release_queries();
-            }
         }
     }
 
@@ -223,10 +239,12 @@ struct Warpgroup {
             const float scales_of_rows[2] = {row_scale(thread.line(0), work), row_scale(thread.line(1), work)};
             clear(out), rows.reset(scales_of_rows, a);
             await_queries();
-            if (work.begin >= work.end) {
+            const bool empty = work.begin >= work.end;
+            if (VALUES_FIRST || empty) tell_out_gone();
+            if (empty) {
                 store(work, out, rows);
                 // Not before all warps have met: one that has missed a phase of q_full would wait for ever.
-                if (!Config::OUT_OVER_Q) release_queries();
+                release_queries();
                 more = next_work(work);
                 continue;
             }

@@ -23,12 +23,10 @@ from ..runtime.launch import launcher
 from ..runtime.specialisation import Specialisation
 from ..spec import AttentionSpec, Placement
 from . import fused
-from .sm90_tiles import Tile, buckets, choices, choose, panel
+from .sm90_tiles import LINES, Tile, buckets, choices, choose, panel
 
 _MOST_WORK = 1 << 30  # a ticket and the number of blocks, added up, fit 32 bits
 _SMS = 132  # multiprocessors of an H100 or H200, for a device that is only named
-
-_LINES = 64  # of scores, that a warpgroup multiplies
 
 # struct Arguments of cuda_src/sm90/config.cuh
 _MAPS = ("q", "k", "v", "out")
@@ -215,7 +213,7 @@ def _specialisation(variant: _Variant) -> Specialisation:
         ("stages", 2),
         ("cluster", tile.cluster),
         ("ping_pong", tile.ping_pong),
-        ("out_over_q", tile.out_over_q),
+        ("out_in_place", tile.out_in_place),
         ("bounded", variant.bounded),
         ("resident", tile.resident),
         ("left", variant.left),
@@ -247,14 +245,14 @@ class Cut:
         """
         cuts = [
             cls.packed(spec, warpgroups, pack)
-            for pack in range(1, max(min(spec.group, _LINES), 1) + 1)
+            for pack in range(1, max(min(spec.group, LINES), 1) + 1)
             if spec.group % pack == 0
         ]
         return min(cuts, key=lambda cut: (cut.tickets, -cut.pack if bounded else cut.pack))
 
     @classmethod
     def packed(cls, spec: AttentionSpec, warpgroups: int, pack: int) -> Cut:
-        rows = _LINES // pack
+        rows = LINES // pack
         row_tiles = -(-spec.q_len // (rows * warpgroups))
         return cls(pack, rows, row_tiles, spec.batch * spec.q_heads // pack * row_tiles)
 

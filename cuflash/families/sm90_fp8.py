@@ -177,7 +177,7 @@ def specialisation(variant: Variant) -> Specialisation:
         ("cluster", 1),
         ("resident", 1),
         ("ping_pong", False),
-        ("out_over_q", False),
+        ("out_in_place", False),
         ("bounded", variant.bounded),
         ("left", variant.left),
         ("scores", 0),

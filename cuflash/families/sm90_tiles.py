@@ -24,7 +24,7 @@ class Tile:
     cluster: int = 1  # blocks that share what they load of K and V
     resident: int = 1  # blocks on a multiprocessor
     ping_pong: bool = False  # warpgroups take turns to issue products
-    out_over_q: bool = False  # the output leaves through Q's shared memory, not its own
+    out_in_place: bool = False  # the output leaves through V's shared memory, not its own
     capped_takes: int = 0  # keys whose registers it takes to cap scores
     why: str = ""
 
@@ -35,7 +35,7 @@ class Tile:
     @property
     def q_rows(self) -> int:
         """Query rows of a block."""
-        return 64 * self.groups
+        return LINES * self.groups
 
     def registers(self, head_dim_v: int) -> int:
         """Registers a thread for scores, weights and output, without those beside them."""
@@ -47,11 +47,12 @@ class Tile:
             self.q_rows * head_dim * 2,
             _STAGES * self.keys * head_dim * 2,
             _STAGES * self.keys * head_dim_v * 2,
-            0 if self.out_over_q else self.q_rows * head_dim_v * 2,
+            0 if self.out_in_place else self.q_rows * head_dim_v * 2,
         ]
         return sum(-(-part // 1024) * 1024 for part in parts) + 1024
 
 
+LINES = 64  # of scores, that a warpgroup multiplies
 _STAGES = 2  # tiles of K, and of V, in flight
 # Most of a block on 9.0, by how many share a multiprocessor: of its 228 KiB each takes 1 beside.
 _SHARED_MEMORY = {1: 232_448, 2: 115_712}
@@ -89,8 +90,11 @@ def infeasible(tile: Tile, head_dim: int, head_dim_v: int) -> list[str]:
         reasons.append("turns of warpgroups that another block does not wait for")
     if tile.cluster not in (1, 2):
         reasons.append(f"clusters of {tile.cluster}: expected 1 or 2")
-    if tile.out_over_q and head_dim_v > head_dim:
-        reasons.append("the output is larger than Q, whose place it would take")
+    if tile.out_in_place and (tile.groups != _STAGES or tile.keys < LINES):
+        reasons.append(
+            f"the output of {tile.groups} warpgroups would take the places of {_STAGES} tiles of "
+            f"{tile.keys} keys: expected one of {LINES} or more for each"
+        )
     return reasons
 
 
@@ -110,11 +114,15 @@ _FULL = {
         (1024, Tile(128, 2, why="1.07, 1.07; three groups 0.95, 1.04")),
         (_ANY, Tile(80, 3, ping_pong=True, capped_takes=16, why="1.07, 1.08; 2 groups 1.05, 1.04")),
     ),
-    (192, 128): ((_ANY, Tile(128, 2, ping_pong=True, out_over_q=True, why="1.25; 96 keys 1.22")),),
-    (192, 192): ((_ANY, Tile(96, 2, ping_pong=True, out_over_q=True, why="1.04; 80 keys 1.00")),),
+    (192, 128): (
+        (_ANY, Tile(128, 2, ping_pong=True, out_in_place=True, why="1.25; 96 keys 1.22")),
+    ),
+    (192, 192): (
+        (_ANY, Tile(96, 2, ping_pong=True, out_in_place=True, why="1.04; 80 keys 1.00")),
+    ),
     (256, 256): (
-        (1024, Tile(64, 2, out_over_q=True, why="1.05, 1.05; pairs 1.04, 1.04")),
-        (_ANY, Tile(64, 2, cluster=2, ping_pong=True, out_over_q=True,
+        (1024, Tile(64, 2, out_in_place=True, why="1.05, 1.05; pairs 1.04, 1.04")),
+        (_ANY, Tile(64, 2, cluster=2, ping_pong=True, out_in_place=True,
                     why="1.01, 1.04; alone 1.02, 1.02; 80 keys 1.00")),
     ),
 }  # fmt: skip
@@ -130,13 +138,13 @@ _BOUNDED = {
         (_ANY, Tile(80, 3, ping_pong=True, why="1.12; 64 keys 1.08, 2 groups 1.07")),
     ),
     (192, 128): (
-        (_ANY, Tile(128, 2, ping_pong=True, out_over_q=True, why="1.21; pairs 1.18")),
+        (_ANY, Tile(128, 2, ping_pong=True, out_in_place=True, why="1.21; pairs 1.18")),
     ),
     (192, 192): (
-        (_ANY, Tile(64, 2, ping_pong=True, out_over_q=True, why="1.04; 80 and 96 keys 1.02")),
+        (_ANY, Tile(64, 2, ping_pong=True, out_in_place=True, why="1.04; 80 and 96 keys 1.02")),
     ),
     (256, 256): (
-        (_ANY, Tile(64, 2, ping_pong=True, out_over_q=True,
+        (_ANY, Tile(64, 2, ping_pong=True, out_in_place=True,
                     why="1.07, 1.04; not by turns 1.06, 1.04; 80 keys 1.03; pairs 0.99")),
     ),
 }  # fmt: skip
