@@ -60,13 +60,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 #undef CUFLASH_WAIT
 }
 
-// threadIdx.x, read here and not before.
-__device__ __forceinline__ u32 thread_index() {
-    u32 x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-}
-
 // st.shared.v4.b32
 __device__ __forceinline__ void store_unit(u32 shared, const u32 (&from)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(from[0]), "r"(from[1]), "r"(from[2]),
@@ -95,8 +88,8 @@ __device__ __forceinline__ void store_pair(u32 shared, u32 from) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(from) : "memory");
 }
 
-// red.global.add.f32, of four numbers a lane: the first of every lane, then the second of every lane, and so on. From compute
-// capability 9.0 on they lie next to each other, and are one instruction.
+// red.global.add.f32, of four numbers a lane: the first of every lane, then the second of every lane, and so on. From
+// compute capability 9.0 on they lie next to each other, and are one instruction.
 __device__ __forceinline__ void add_to_global(float* warps, const float (&of)[4]) {
     const u32 lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900

@@ -22,8 +22,8 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// mbarrier.arrive at the same place in another block of the cluster. Without .release.cluster, which would fence all memory of the GPU at each
-// arrival: what these barriers guard is read and written by tensor copies and products alone.
+// mbarrier.arrive at the same place in another block of the cluster. Without .release.cluster, which would fence all memory
+// of the GPU at each arrival: what these barriers guard is read and written by tensor copies and products alone.
 __device__ __forceinline__ void barrier_arrive_in(u32 barrier, u32 rank) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"

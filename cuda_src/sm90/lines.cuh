@@ -1,6 +1,6 @@
-// The lines of a warpgroup in registers. A thread holds two of its 64, 8 apart, of a tile's scores and of out: of column tile t
-// (8 columns) elements 4 t and 4 t + 1 of the first line, 4 t + 2 and 4 t + 3 of the second, in columns 8 t + 2 (lane % 4) and
-// the next.
+// The lines of a warpgroup in registers. A thread holds two of its 64, 8 apart, of a tile's scores and of out: of column
+// tile t (8 columns) elements 4 t and 4 t + 1 of the first line, 4 t + 2 and 4 t + 3 of the second, in columns 8 t + 2 (lane
+// % 4) and the next.
 #pragma once
 
 #include "sm90/work.cuh"

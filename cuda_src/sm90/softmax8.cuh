@@ -1,9 +1,10 @@
 // Scores of a warpgroup's 64 lines become weights of 8 bits (e4m3).
 //
-// The largest weight of a row should use the range of e4m3, and references should seldom move. So a reference stays until the
-// weights of one thread, a quarter of a row's, sum to more than MOST, which is when they may outgrow e4m3. That sums tell it
-// spares a search for the largest score; only where references do move are weights made again. Once a reference may also move
-// down: if weights lie where e4m3 is coarse that are much alike and together not small, as beside a key that outshines all.
+// The largest weight of a row should use the range of e4m3, and references should seldom move. So a reference stays until
+// the weights of one thread, a quarter of a row's, sum to more than MOST, which is when they may outgrow e4m3. That sums
+// tell it spares a search for the largest score; only where references do move are weights made again. Once a reference may
+// also move down: if weights lie where e4m3 is coarse that are much alike and together not small, as beside a key that
+// outshines all.
 //
 // Scores are sums of products of 8 bits; a row has a scale, and so have the 16 of each 64 keys that one thread of four holds
 // (SageAttention2, Zhang et al. 2024, section 3.2).

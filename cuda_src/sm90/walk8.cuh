@@ -7,7 +7,8 @@
 #if CONFIG_BITS == 8
 namespace cuflash {
 
-// Scales of a head's keys, from the last to the first: of each 64, of the 16 that a thread has. Asked for ahead of their use.
+// Scales of a head's keys, from the last to the first: of each 64, of the 16 that a thread has. Asked for ahead of their
+// use.
 struct KeyScales {
     int asked;  // which of all is `next`
     float next;
@@ -51,7 +52,8 @@ struct Consumer : Warpgroup {
         for (int i = 0; i < Config::BN / 8; ++i) asm volatile("or.b32 %0, %1, %2;" : "=r"(to[i]) : "r"(from[i]), "r"(zero));
     }
 
-    // Scores of a tile beside the products of `before`, weights of the tile before it, with values; then `made` of the scores.
+    // Scores of a tile beside the products of `before`, weights of the tile before it, with values; then `made` of the
+    // scores.
     template <bool HIDDEN>
     __device__ __forceinline__ void step(int tile, const Work& work, const Span& span, Out& out, const Weights& before,
                                          Weights& made, Rows& rows, KeyScales& scales) {
@@ -83,8 +85,8 @@ struct Consumer : Warpgroup {
         if (moved) scale_out(out, rows);
     }
 
-    // Values of 16 bits come for each work whose rows see the first keys, and all warpgroups take and leave them: those without
-    // such a tile of their own when they have passed over others' tiles, for which the producer may wait.
+    // Values of 16 bits come for each work whose rows see the first keys, and all warpgroups take and leave them: those
+    // without such a tile of their own when they have passed over others' tiles, for which the producer may wait.
     __device__ __forceinline__ void await_first_values() {
         barrier_wait(base + Shared::first_full, first_parity);
         first_parity ^= 1;

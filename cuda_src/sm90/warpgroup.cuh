@@ -1,5 +1,5 @@
-// What warpgroups that multiply do from work to work: each has 64 lines, query rows of `pack` heads that share keys. Line i is
-// row i / pack of head i % pack. How they walk the key tiles that their rows see is in walk16.cuh and walk8.cuh.
+// What warpgroups that multiply do from work to work: each has 64 lines, query rows of `pack` heads that share keys. Line i
+// is row i / pack of head i % pack. How they walk the key tiles that their rows see is in walk16.cuh and walk8.cuh.
 #pragma once
 
 #include "sm90/products.cuh"
@@ -77,8 +77,8 @@ struct Warpgroup {
         if (tile == span.begin) release_queries();
     }
 
-    // Whether values are awaited before the products of a piece of work begin; only after that is out of the one before waited
-    // for else, since it takes a while to leave.
+    // Whether values are awaited before the products of a piece of work begin; only after that is out of the one before
+    // waited for else, since it takes a while to leave.
     static constexpr bool VALUES_FIRST = Config::SKIPS || Config::LENGTHS;
     // Out of the work before has left the place of values, in this block and what it is loaded for.
     __device__ __forceinline__ void tell_out_gone() const {
@@ -88,8 +88,8 @@ struct Warpgroup {
         barrier_arrive(gone);
         if (Config::CLUSTER == 2) barrier_arrive_in(gone, cluster_rank() ^ 1);
     }
-    // The place that out leaves from, in shared memory. Of V's the first warpgroup takes the one to be filled next, the other the
-    // one filled last: its turn comes after the first has read that.
+    // The place that out leaves from, in shared memory. Of V's the first warpgroup takes the one to be filled next, the
+    // other the one filled last: its turn comes after the first has read that.
     __device__ __forceinline__ u32 out_place(const Work& work) const {
         const bool empty = work.begin >= work.end;
         if (!Config::OUT_IN_PLACE || empty) {

@@ -1,6 +1,6 @@
-// Two threads that add shares of dQ to those of other tiles of keys, in global memory: each has those of one warpgroup. ORDERED, one
-// has both of every other tile of queries, the other those between, so that one waits for its turn while the other waits until
-// its own is written.
+// Two threads that add shares of dQ to those of other tiles of keys, in global memory: each has those of one warpgroup.
+// ORDERED, one has both of every other tile of queries, the other those between, so that one waits for its turn while the
+// other waits until its own is written.
 #pragma once
 
 #include "sm90_backward/work.cuh"

@@ -23,8 +23,8 @@ __device__ __forceinline__ void backward(const Arguments& a) {
     const u32 base = shared_address(shared);
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the compiler has to know that a warp has one
     if (threadIdx.x == 0) {
-        // Of those that multiply, each thread tells that it has read row statistics, which come with Q, and each warp that its
-        // products have read tiles.
+        // Of those that multiply, each thread tells that it has read row statistics, which come with Q, and each warp that
+        // its products have read tiles.
         constexpr int THREADS = 128 * Config::GROUPS, WARPS = THREADS / 32;
         for (int i = 0; i < Config::Q_STAGES; ++i) {
             barrier_init(base + Shared::q_full + 8 * i, 1);

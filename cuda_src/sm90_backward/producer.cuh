@@ -65,8 +65,8 @@ struct QueryProducer {
     }
 
     __device__ __forceinline__ void run() {
-        // Tickets are drawn by blocks that run, in the order in which they are drawn: a block that waits for a lower ticket's
-        // share of dQ waits for one that runs too, whatever else the device does.
+        // Tickets are drawn by blocks that run, in the order in which they are drawn: a block that waits for a lower
+        // ticket's share of dQ waits for one that runs too, whatever else the device does.
         u32 ticket = atomicAdd(a.counters, 1);
         while (ticket < a.tickets) {
             Work work;

@@ -34,8 +34,8 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
     return sum;
 }
 
-// What the gradient of a row's weights lacks, sum(dO * O); LSE in units of log2, +inf for a row that sees no key or is none, so
-// that its weights are 0; dQ and counters start at 0.
+// What the gradient of a row's weights lacks, sum(dO * O); LSE in units of log2, +inf for a row that sees no key or is none,
+// so that its weights are 0; dQ and counters start at 0.
 __device__ __forceinline__ void prepare_rows(const Arguments& a) {
     let_next_kernel_start();
     const QueryTile tile(a);

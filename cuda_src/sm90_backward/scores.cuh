@@ -11,8 +11,8 @@ namespace cuflash {
 typedef float RowStats[Config::BM / 4];  // of the queries in a thread's columns
 
 template <int FROM = 0, int TO = Config::BM / 4>
-__device__ __forceinline__ void load_row_stats(RowStats& stats, u32 shared) {
-    const u32 at = shared + 16 * (thread_index() % 4);
+// `at`: those of the thread's first columns.
+__device__ __forceinline__ void load_row_stats(RowStats& stats, u32 at) {
 #pragma unroll
     for (int i = FROM; i < TO; i += 4) load_floats(stats[i], stats[i + 1], stats[i + 2], stats[i + 3], at + 16 * i);
 }

@@ -1,5 +1,5 @@
-// Two warpgroups' walk on the same 64 keys, where registers lack for both dK and dV: the first makes weights and dV of them, the
-// second their gradients and dK; each half of dQ. Weights go from one to the other through shared memory, in float32.
+// Two warpgroups' walk on the same 64 keys, where registers lack for both dK and dV: the first makes weights and dV of them,
+// the second their gradients and dK; each half of dQ. Weights go from one to the other through shared memory, in float32.
 #pragma once
 
 #include "sm90_backward/warpgroup.cuh"
@@ -10,9 +10,9 @@ namespace cuflash {
 struct Consumer : Warpgroup {
     using Warpgroup::Warpgroup;
 
-    // Barriers of what one hands to the other have a phase for each tile, of which `q_place` has the parity: it has two slots.
-    // As a thread of either warpgroup holds them: both have the same keys and queries.
-    __device__ __forceinline__ u32 weights_at() const { return base + Shared::weights + threadIdx.x % 128 * 16; }
+    // Barriers of what one hands to the other have a phase for each tile, of which `q_place` has the parity: it has two
+    // slots. As a thread of either warpgroup holds them: both have the same keys and queries.
+    __device__ __forceinline__ u32 weights_at() const { return base + Shared::weights + own_unit; }
 
     // Of scores that are capped, what goes with the gradients of weights has the slope in it.
     template <bool HIDDEN>

@@ -25,10 +25,15 @@ struct Warpgroup {
     u32 handed_over = 0;  // chunks of shares of dQ
     Works<true> works;
     u32 kv_parity = 0, all_parity = 0;
+    u32 own_unit;  // of 16 bytes for each thread of the warpgroup: where its own are
     bool unannounced = false;  // whether a share of dQ is written but not fenced
 
     __device__ __forceinline__ Warpgroup(const Arguments& arguments, u32 shared, int of_group)
-        : a(arguments), base(shared), group(of_group) {}
+        : a(arguments), base(shared), group(of_group), own_unit(threadIdx.x % 128 * 16) {
+        // Else the compiler reads the thread's index again in each step, which waits for stores to shared memory that are
+        // under way, at the start of a step those of dQ. In turn, tiles of 128 queries lack the register.
+        if (Config::BM == 64 || !Config::ORDERED) asm volatile("" : "+r"(own_unit));
+    }
 
     __device__ __forceinline__ static bool is_leader() { return threadIdx.x % 128 == 0; }
     __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
@@ -73,8 +78,9 @@ struct Warpgroup {
     __device__ __forceinline__ u32 o_full() const { return base + Shared::o_full + 8 * o_place().slot; }
     __device__ __forceinline__ u32 q_tile() const { return base + Shared::q + q_place.slot * Shared::Q; }
     __device__ __forceinline__ u32 o_tile() const { return base + Shared::o + o_place().slot * Shared::O; }
-    __device__ __forceinline__ u32 lse() const { return base + Shared::lse + q_place.slot * Shared::STATS; }
-    __device__ __forceinline__ u32 delta() const { return base + Shared::delta + q_place.slot * Shared::STATS; }
+    __device__ __forceinline__ u32 lse() const { return stats(Shared::lse); }
+    __device__ __forceinline__ u32 delta() const { return stats(Shared::delta); }
+    __device__ __forceinline__ u32 stats(u32 first) const { return base + first + q_place.slot * Shared::STATS + own_unit % 64; }
     __device__ __forceinline__ u32 k_lines() const { return low_word(base + Shared::k + first_line() * Config::ROW, 16); }
     __device__ __forceinline__ u32 v_lines() const { return low_word(base + Shared::v + first_line() * Config::ROW, 16); }
     // Of operands that lie transposed: panels follow each other.
@@ -91,9 +97,9 @@ struct Warpgroup {
 
     // Weights or dS of this warpgroup, to where rows are queries: panels of 64 keys.
     __device__ __forceinline__ void store_transposed(u32 to, const Weights& weights) const {
-        const int thread = thread_index(), lane = thread % 32;  // read here: registers lack to keep addresses
-        const int row = lane % 8 + lane / 16 * 8, unit = thread / 32 % 4 * 2 + lane / 8 % 2;
-        const u32 at = to + (Config::PARTED ? 0 : group * Config::BM * 128) + row * 128 + 16 * (unit ^ (row % 8));
+        const int thread = own_unit / 16, lane = thread % 32;
+        const int row = lane % 8 + lane / 16 * 8, column = thread / 32 * 2 + lane / 8 % 2;
+        const u32 at = to + (Config::PARTED ? 0 : group * Config::BM * 128) + row * 128 + 16 * (column ^ (row % 8));
 #pragma unroll
         for (int step = 0; step < Config::BM / 16; ++step) {
             const u32 matrices[4] = {weights[4 * step], weights[4 * step + 1], weights[4 * step + 2], weights[4 * step + 3]};
@@ -108,8 +114,9 @@ struct Warpgroup {
         return base + first + index * size;
     }
 
-    // The share of dQ of the tile before is fenced together with dS of this one: a fence waits for all that is under way. In turn, it
-    // has a fence of its own where warpgroups share keys: other blocks wait for it, and turns are what takes longest there.
+    // The share of dQ of the tile before is fenced together with dS of this one: a fence waits for all that is under way. In
+    // turn, it has a fence of its own where warpgroups share keys: other blocks wait for it, and turns are what takes
+    // longest there.
     __device__ __forceinline__ void announce_dq() {
         __syncwarp();
         // Not one branch around both, across which the compiler would not keep products apart from packing.
@@ -120,7 +127,7 @@ struct Warpgroup {
     }
     __device__ __forceinline__ void hand_over_dq(const QuerySums& sums) {
         barrier_wait(own(Shared::dq_empty, 8), handed_over % 2 ^ 1);
-        const u32 at = own(Shared::dq, Shared::DQ) + thread_index() % 128 * 16;
+        const u32 at = own(Shared::dq, Shared::DQ) + own_unit;
 #pragma unroll
         for (int i = 0; i < Config::DQ_COLUMNS / 2; i += 4)
             store_floats(at + i * 512, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
@@ -159,8 +166,8 @@ struct Warpgroup {
         meet_all();
     }
 
-    // Where sums of this warpgroup's 64 keys are before they are copied to global memory: in places that are idle between two
-    // pieces of work, so that K and V of the next can be fetched meanwhile.
+    // Where sums of this warpgroup's 64 keys are before they are copied to global memory: in places that are idle between
+    // two pieces of work, so that K and V of the next can be fetched meanwhile.
     template <int COUNT>
     __device__ __forceinline__ u32 staged(u32 first) const {
         static_assert(Shared::scores + Config::BN * Config::DV * 2 <= Shared::dq, "dV in the place of dS and weights");
@@ -179,7 +186,7 @@ struct Warpgroup {
     // Sums of this warpgroup's keys to 16 bits.
     template <int COUNT>
     __device__ __forceinline__ void round(const float (&sums)[COUNT], float factor, u32 to) const {
-        const int thread = thread_index(), lane = thread % 32, row = 16 * (thread / 32 % 4) + lane % 16;
+        const int thread = own_unit / 16, lane = thread % 32, row = 16 * (thread / 32) + lane % 16;
         constexpr int STEPS = Config::PANEL / 16;
 #pragma unroll
         for (int step = 0; step < COUNT / 8; ++step) {

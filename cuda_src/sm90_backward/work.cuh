@@ -57,9 +57,9 @@ struct Work {
         clean_end = min(max(clean_end, clean_begin), end);  // but for a left bound, the last tile is clean or none
     }
 
-    // Where the work of tiles shrinks from one to the next, and each has to add to dQ after the one before, blocks that began one
-    // after the other end close together, and so begin the next tiles closer than turns take. So the order is reversed in every
-    // other sweep, the first among them: distances grow there by as much as they shrink in the next.
+    // Where the work of tiles shrinks from one to the next, and each has to add to dQ after the one before, blocks that
+    // began one after the other end close together, and so begin the next tiles closer than turns take. So the order is
+    // reversed in every other sweep, the first among them: distances grow there by as much as they shrink in the next.
     static constexpr bool SWEEPS = Config::ORDERED && Config::BOUNDED && !Config::LEFT;
     __device__ __forceinline__ void find_tile(u32 place, const Arguments& a) {
         tile = place, sweep_first = 0, sweep_last = -1;

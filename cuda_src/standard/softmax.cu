@@ -47,8 +47,9 @@ struct Float32 {
     static __device__ float store(float value) { return value; }
 };
 
-// One chunk, as `families/standard.py` fills it: `entries` batch entries from first_entry, `heads` kv heads from first_head, `rows` query rows from
-// first_row, keys from first_key. Rows of S lie in the order entry, kv head, head of its group, query row.
+// One chunk, as `families/standard.py` fills it: `entries` batch entries from first_entry, `heads` kv heads from first_head,
+// `rows` query rows from first_row, keys from first_key. Rows of S lie in the order entry, kv head, head of its group, query
+// row.
 struct Chunk {
     const float* scores;
     void* weights;
