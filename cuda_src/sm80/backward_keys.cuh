@@ -60,7 +60,7 @@ __device__ __forceinline__ void go_through_keys(const Arguments& a) {
     if (threadIdx.x == 0) work.find(a);
     __syncthreads();  // the barriers and work have been written
 
-    QueryTile at = {0, work.begin};
+    QueryTile at = QueryTile::first(work);
     int left = (work.end - work.begin) * a.group;
     if (left > 0) {
         const int kv_head = work.kv_head;
@@ -85,11 +85,12 @@ __device__ __forceinline__ void go_through_keys(const Arguments& a) {
     Sums<Config::KEYS / 16, Config::DV / (16 * SIDES)> dv;
     dk.clear(), dv.clear();
 
+    WarpTurn turn;
     for (u32 parity = 0; left > 0; --left, parity ^= 1) {
         const int stage = Config::STAGES == 2 ? parity : 0;
         const u32 q_tile = shared + SharedMemory::Q + stage * SharedMemory::Q_BYTES;
         const u32 rows = shared + SharedMemory::ROWS + stage * SharedMemory::ROWS_BYTES + first_query * sizeof(Row);
-        const QueryTile next = at.next(work);
+        const QueryTile next = at.next(work, a);
         const bool clean = at.tile >= work.clean_begin && at.tile < work.clean_end;
 
         barrier_wait(q_full, parity);
@@ -97,6 +98,7 @@ __device__ __forceinline__ void go_through_keys(const Arguments& a) {
         scores.clear();
         multiply_tiles<Element, Config::D / 16, Config::UNROLL>(scores, left_by_rows<BN>(shared + SharedMemory::K, first_key),
                                                 right_by_rows<M>(q_tile, first_query));
+        if (Config::DETERMINISTIC) turn.pass(a.counters);  // of the tile before: what it added is there by now
         barrier_wait(taken, parity ^ 1);  // of the tile before
         if (Config::STAGES == 2 && left > 1) {
             load_queries(a, work, next, shared, stage ^ 1);
@@ -135,30 +137,29 @@ __device__ __forceinline__ void go_through_keys(const Arguments& a) {
             load_dout(a, work, next, shared);
             arrive_loaded<Config>(dout_full);
         }
+        if (Config::DETERMINISTIC) turn.look(a.counters, at.counter(work, a));
         QuerySums dq;
-        if (!Config::DETERMINISTIC) {
-            dq.clear();
-            multiply_tiles<Element, BN / 16, BN / 16>(
-                dq,
-                left_by_columns<BN, Config::QUERY_GROUPS>(shared + SharedMemory::BY_SCORES, warp / Config::DQ_SIDES),
-                right_by_columns<BN, Config::DQ_SIDES>(shared + SharedMemory::K, warp % Config::DQ_SIDES));
-        }
+        dq.clear();
+        multiply_tiles<Element, BN / 16, BN / 16>(
+            dq, left_by_columns<BN, Config::QUERY_GROUPS>(shared + SharedMemory::BY_SCORES, warp / Config::DQ_SIDES),
+            right_by_columns<BN, Config::DQ_SIDES>(shared + SharedMemory::K, warp % Config::DQ_SIDES));
         barrier_arrive(taken);
         if (Config::STAGES == 1 && left > 1) {
             barrier_wait(taken, parity);
             load_queries(a, work, next, shared, 0);
             arrive_loaded<Config>(q_full);
         }
-        if (!Config::DETERMINISTIC) {
-            float* sums = work.sums + (i64(at.head) * a.row_blocks + at.tile) * (M * Config::D) + warp * QuerySums::FLOATS;
+        if (Config::DETERMINISTIC) turn.await(a.counters, at.turn(work, a));
+        float* sums = work.sums + (i64(at.head) * a.row_blocks + at.tile) * (M * Config::D) + warp * QuerySums::FLOATS;
 #pragma unroll
-            for (int r = 0; r < QuerySums::ROW_TILES; ++r)
+        for (int r = 0; r < QuerySums::ROW_TILES; ++r)
 #pragma unroll
-                for (int n = 0; n < QuerySums::COLUMN_TILES; ++n)
-                    add_to_global(sums + (r * QuerySums::COLUMN_TILES + n) * 128, dq.of[r][n]);
-        }
+            for (int n = 0; n < QuerySums::COLUMN_TILES; ++n)
+                add_to_global(sums + (r * QuerySums::COLUMN_TILES + n) * 128, dq.of[r][n]);
         at = next;
     }
+
+    if (Config::DETERMINISTIC) turn.pass(a.counters);
 
     // Keys past the length have seen zeros; what their sums are does not matter.
     __syncthreads();  // no warp reads K or V any more

@@ -1,12 +1,13 @@
 // Which keys of which head a block of the main kernel works on, and the tiles of queries that see them.
 #pragma once
 
-#include "sm80/backward_config.cuh"
+#include "common/turns.cuh"
+#include "sm80/backward_order.cuh"
 
 namespace cuflash {
 
-// What a block works on. Blocks of one head lie together, so that they share its queries in the cache; under a causal mask
-// those with the most queries come first.
+// What a block works on. Unless that is drawn, blocks of one head lie together, so that they share its queries in the cache;
+// under a causal mask those with the most queries come first.
 struct KeyWork {
     const u16 *q, *dout;         // of the first head of the group
     const Row* rows;
@@ -16,11 +17,22 @@ struct KeyWork {
     int diagonal;                // the key that row 0 is aligned with
     int begin, end;              // query tiles that see some of the keys
     int clean_begin, clean_end;  // of those, the ones of which all rows see all of the keys
+    bool rises;                  // DETERMINISTIC: the order of keys
 
     __device__ __forceinline__ void find(const Arguments& a) {
-        const int kv_heads = a.q_heads / a.group, head_of_all = blockIdx.x / a.key_blocks;
+        if (Config::DETERMINISTIC) {
+            const KeyOrder drawn(atomicAdd(a.counters, 1), a);
+            rises = drawn.rises;
+            find(a, drawn.head_of_all, drawn.keys);
+        } else {
+            find(a, blockIdx.x / a.key_blocks, blockIdx.x % a.key_blocks);
+        }
+    }
+
+    __device__ __forceinline__ void find(const Arguments& a, int head_of_all, int keys) {
+        const int kv_heads = a.q_heads / a.group;
         entry = head_of_all / kv_heads, kv_head = head_of_all % kv_heads;
-        first_key = blockIdx.x % a.key_blocks * Config::BN;
+        first_key = keys * Config::BN;
         q_len = used_length(a.q_lens, entry, a.q_len);
         kv_len = used_length(a.kv_lens, entry, a.kv_len);
         diagonal = a.top_left ? 0 : kv_len - q_len;
@@ -49,12 +61,29 @@ struct KeyWork {
     }
 };
 
-// Of the queries that a block goes through: those of each head of the group, one head after another.
+// Of the queries that a block goes through: those of each head of the group, one head after another. DETERMINISTIC, a
+// tile of each head before the next tile, so that blocks come to a tile of any head in the order of their turns.
 struct QueryTile {
     int head, tile;
-    __device__ __forceinline__ QueryTile next(const KeyWork& work) const {
+    __device__ __forceinline__ static QueryTile first(const KeyWork& work) {
+        return {0, Config::DETERMINISTIC && work.rises ? work.end - 1 : work.begin};
+    }
+    __device__ __forceinline__ QueryTile next(const KeyWork& work, const Arguments& a) const {
+        if (Config::DETERMINISTIC) {
+            const bool last = head + 1 == a.group;
+            return {last ? 0 : head + 1, last ? tile + (work.rises ? -1 : 1) : tile};
+        }
         const bool last = tile + 1 == work.end;
         return {head + last, last ? work.begin : tile + 1};
+    }
+
+    // Which counter a warp's turns at its part of dQ have, and the turn there.
+    __device__ __forceinline__ u32 counter(const KeyWork& work, const Arguments& a) const {
+        const u32 head_of_all = work.entry * a.q_heads + work.kv_head * a.group + head;
+        return FIRST_TURN + (head_of_all * a.row_blocks + tile) * Config::WARPS + threadIdx.x / 32;
+    }
+    __device__ __forceinline__ u32 turn(const KeyWork& work, const Arguments& a) const {
+        return turn_of(work.rises, work.first_key / Config::BN, tile, work.kv_len, work.diagonal, a.left, a.right);
     }
 };
 
