@@ -215,7 +215,7 @@ class _Variant:
         )
 
     def tile(self, device: Device) -> Tile:
-        return choose(self.head_dim, self.head_dim_v, device)
+        return choose(self.head_dim, self.head_dim_v, device, self.deterministic)
 
     def specialisation(self, tile: Tile) -> Specialisation:
         """The module of this variant with a tile."""

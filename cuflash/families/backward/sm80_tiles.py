@@ -114,6 +114,15 @@ _BLACKWELL = {
         *_TILES[256][1:],
     ),
 }
+# Where blocks add to dQ in turn, which takes some registers more.
+_BLACKWELL_IN_TURN = {
+    96: (
+        Tile(64, 64, 4, 2, 2, 2, 2, 2, "spills where unrolled by 6 on 10.0"),
+        *_TILES[96][1:],
+    ),
+    128: _TILES[128][2:],  # four warps spill on 10.0
+    256: _TILES[256][1:],  # two stages spill on 10.0
+}
 _BUCKETS = tuple(_TILES)
 _RESERVED = 1024 + 256  # shared memory that each block takes beside its tiles: system's, kernel's
 
@@ -123,11 +132,18 @@ def bucket(dim: int) -> int:
     return next(bucket for bucket in _BUCKETS if dim <= bucket)
 
 
-def choose(head_dim: int, head_dim_v: int, device: Device) -> Tile:
-    """The first row of the tile table, of these buckets, that fits the device's shared memory."""
+def choose(head_dim: int, head_dim_v: int, device: Device, in_turn: bool = False) -> Tile:
+    """The first row of the tile table, of these buckets, that fits the device's shared memory;
+    `in_turn` says whether blocks add to dQ in turn.
+    """
     dim = max(head_dim, head_dim_v)
     generation, _ = device.compute_capability or (0, 0)
-    tiles = (_BLACKWELL if generation > 9 else {}).get(dim, _TILES[dim])
+    tables = {
+        dim: _TILES[dim],
+        **(_BLACKWELL if generation > 9 else {}),
+        **(_BLACKWELL_IN_TURN if generation > 9 and in_turn else {}),
+    }
+    tiles = tables[dim]
     return next((tile for tile in tiles if fits(tile, head_dim, head_dim_v, device)), tiles[-1])
 
 
