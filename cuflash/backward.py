@@ -70,9 +70,8 @@ def attention_backward(
         ``"auto"``, or the name of a family to insist on.
     deterministic : bool
         Promise the same bits, run after run. Without it `sm80` and `sm90` sum up dq in any order;
-        with it, `sm90` does in one order, and `sm80` has a kernel of its own compute dq, which
-        takes two products more than the five of the whole, and less memory. The other families
-        keep to it either way.
+        with it in one, in which blocks wait for one another. The other families keep to it either
+        way.
     dq, dk, dv : array, optional
         Where to write the gradients: shaped like q, k and v, in their dtype, sharing no memory with
         any other array of the call.

@@ -1,6 +1,6 @@
 """Runs the CUDA sources of the sm80 backward pass on the host, by a C++ compiler.
 
-`emulation/common/ptx_ampere.cuh` takes the place of the wrappers of PTX; all else is the kernels'
+The headers of `emulation/common` take the place of the wrappers of PTX; all else is the kernels'
 own text, and the family's own launches. Slow: for problems of a few tiles.
 """
 
@@ -46,7 +46,7 @@ extern "C" __attribute__((visibility("default"))) void {name}_run(
 }}
 """
 
-# The walk of a block through tiles, from what it depends on.
+# The walk of a block through tiles, and its turns, from what they depend on.
 _WALKS = """
 extern "C" __attribute__((visibility("default"))) void key_tiles(
     int first_key, int q_len, int kv_len, int diagonal, int left, int right, int* found) {
@@ -57,14 +57,17 @@ extern "C" __attribute__((visibility("default"))) void key_tiles(
     found[0] = work.begin, found[1] = work.end;
     found[2] = work.clean_begin, found[3] = work.clean_end;
 }
-extern "C" __attribute__((visibility("default"))) void query_tiles(
-    int first_row, int q_len, int kv_len, int diagonal, int left, int right, int* found) {
-    cuflash::QueryWork work;
-    work.first_row = first_row, work.diagonal = diagonal;
-    work.q_len = q_len, work.kv_len = kv_len;
-    work.find_tiles(left, right);
-    found[0] = work.begin, found[1] = work.end;
-    found[2] = work.clean_begin, found[3] = work.clean_end;
+extern "C" __attribute__((visibility("default"))) int turn(
+    int rises, int keys, int queries, int kv_len, int diagonal, int left, int right) {
+    return cuflash::turn_of(rises, keys, queries, kv_len, diagonal, left, right);
+}
+extern "C" __attribute__((visibility("default"))) void drawn(
+    int ticket, int all_kv_heads, int key_blocks, int section, int* found) {
+    cuflash::Arguments arguments;
+    arguments.all_kv_heads = all_kv_heads, arguments.key_blocks = key_blocks;
+    arguments.section = section;
+    const cuflash::KeyOrder order(ticket, arguments);
+    found[0] = order.head_of_all, found[1] = order.keys, found[2] = order.rises;
 }
 """
 
@@ -138,6 +141,7 @@ def emulated_backward(
     patch.setattr(sm80.module, "load", lambda spec, device: EmulatedKernels(spec))
     patch.setattr(sm80, "launcher", launcher)
     patch.setattr(sm80, "_allocate", _Memory)
+    patch.setattr(sm80, "_section", lambda *_: 1)  # so that there are several
     patch.setattr(sm80, "lengths_on_device", lambda _, lens: _on_device(np.asarray(lens, np.int64)))
     arrays = {name: given.pop(name) for name in ("q", "k", "v", "dout", "out", "lse")}
     for name in GRADIENTS:

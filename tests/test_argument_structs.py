@@ -10,6 +10,7 @@ import pytest
 from cuflash.families import sm80, sm90, standard
 from cuflash.families.backward import sm80 as sm80_backward
 from cuflash.families.backward import sm90 as sm90_backward
+from cuflash.families.backward import turns
 from cuflash.fp8 import gpu_quantizer
 from cuflash.runtime import source
 
@@ -62,3 +63,9 @@ def test_both_sides_agree_on_the_size(file: str, struct: str, dtype: np.dtype) -
     asserted = re.search(rf"static_assert\(sizeof\({struct}\) == (\d+)", source.read(file))
     assert asserted is not None
     assert int(asserted[1]) == dtype.itemsize
+
+
+def test_both_sides_agree_on_the_first_turn() -> None:
+    found = re.search(r"constexpr int FIRST_TURN = (\d+);", source.read("common/turns.cuh"))
+    assert found is not None
+    assert 4 * int(found[1]) == turns.counters_size(0)

@@ -66,6 +66,23 @@ def test_lengths(options: str, deterministic: bool, monkeypatch: pytest.MonkeyPa
     backward.assert_right(found, **lens)
 
 
+@pytest.mark.parametrize("options", ["full", "causal", "top-left", "window", "capped causal"])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "lens"),
+    [(97, 129, {}), (97, 33, {}), (33, 97, {"q_lens": [33, 20], "kv_lens": [70, 97]})],
+    ids=str,
+)
+def test_turns(
+    q_len: int, kv_len: int, lens: dict[str, Any], options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tiles of 32 x 32, in an entry whose order of keys falls and in one whose order rises."""
+    problem = Problem(batch=2, heads=2, kv_heads=1, q_len=q_len, kv_len=kv_len, dim=200, dim_v=200,
+                      options=options)  # fmt: skip
+    backward = host_backward(problem, **lens)
+    found = run_emulated(monkeypatch, backward, "8.6", deterministic=True, **lens)
+    backward.assert_right(found, **lens)
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["sums", "deterministic"])
 def test_no_key_at_all(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     backward = host_backward(Problem(batch=1, kv_len=0))
@@ -101,12 +118,34 @@ LENGTHS = (0, 1, 31, 32, 33, 64, 97)
 BOUNDS = (None, 0, 1, 31, 32, 33, 64, 100)
 
 
-def test_blocks_go_through_the_tiles_that_matter() -> None:
-    """Those with a visible pair, first to last; and call no tile clean that has a hidden one."""
+def _code_of_tiles_of_32() -> ctypes.CDLL:
     variant = sm80._Variant(256, 256, "float16", True, False, True, True)
     tile = variant.tile(named("8.6"))
-    assert (tile.q_rows, tile.keys, tile.dq_keys) == (32, 32, 32)
-    code = host_code(variant.specialisation(tile))
+    assert (tile.q_rows, tile.keys) == (32, 32)
+    return host_code(variant.specialisation(tile))
+
+
+@pytest.mark.parametrize(("heads", "section"), [(1, 1), (5, 1), (5, 2), (6, 3), (4, 4), (3, 9)])
+@pytest.mark.parametrize("key_blocks", [1, 4])
+def test_tickets(heads: int, section: int, key_blocks: int) -> None:
+    """Every tile of keys of every head once; those of a head in one order."""
+    code, found = _code_of_tiles_of_32(), (ctypes.c_int * 3)()
+    drawn: dict[int, list[int]] = {}
+    for ticket in range(heads * key_blocks):
+        code.drawn(ticket, heads, key_blocks, section, found)
+        head, keys, rises = found
+        assert rises == (head >= heads - section)
+        drawn.setdefault(head, []).append(keys)
+    assert list(drawn) == sorted(range(heads), key=lambda head: -((heads - 1 - head) // section))
+    for head, order in drawn.items():
+        assert order == list(range(key_blocks))[:: 1 if head >= heads - section else -1]
+
+
+def test_blocks_go_through_the_tiles_that_matter() -> None:
+    """Those with a visible pair, first to last; call no tile clean that has a hidden one; and add
+    to each tile of queries in turn.
+    """
+    code = _code_of_tiles_of_32()
     found = (ctypes.c_int * 4)()
     for q_len, kv_len, left, right, top_left in itertools.product(
         LENGTHS, LENGTHS, BOUNDS, BOUNDS, (False, True)
@@ -114,10 +153,18 @@ def test_blocks_go_through_the_tiles_that_matter() -> None:
         diagonal = 0 if top_left else kv_len - q_len
         blocks = _visible_blocks(q_len, kv_len, diagonal, left, right)
         bounds = [1 << 29 if bound is None else bound for bound in (left, right)]
-        for name, some in (("key", blocks), ("query", blocks.swapaxes(0, 1))):
-            for at, row in enumerate(some):
-                getattr(code, f"{name}_tiles")(32 * at, q_len, kv_len, diagonal, *bounds, found)
-                _assert_walk(row, list(found))
+        walks = []
+        for at, row in enumerate(blocks):
+            code.key_tiles(32 * at, q_len, kv_len, diagonal, *bounds, found)
+            _assert_walk(row, list(found))
+            walks.append(range(*found[:2]))
+        for rises in (False, True):
+            taken = [0] * -(-q_len // 32)
+            for at in range(len(walks))[:: 1 if rises else -1]:
+                for queries in walks[at]:
+                    turn = code.turn(rises, at, queries, kv_len, diagonal, *bounds)
+                    assert turn == taken[queries]
+                    taken[queries] += 1
 
 
 def _visible_blocks(q_len: int, kv_len: int, diagonal: int, left: Any, right: Any) -> Array:

@@ -28,7 +28,7 @@ LAYERS = (
     ("operands", "traffic", "merge", "fp8.recipe"),
     ("plan", "kinds", "reference_rows", "fp8.rotation", "fp8.scales", "fp8.inputs"),
     ("reference", "reference_backward", "fp8.tensors"),
-    ("families", "families.fused", "families.backward.sm80_tiles"),
+    ("families", "families.fused", "families.backward.sm80_tiles", "families.backward.turns"),
     ("families.sm90_tiles", "families.backward.sm90_tiles"),
     ("fp8.emulate", "fp8.gpu_quantizer"),
     ("families.reference", "families.sm80", "families.sm90", "families.standard"),

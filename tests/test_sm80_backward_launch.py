@@ -111,13 +111,32 @@ def test_every_argument_reaches_each_kernel(launches: Launches) -> None:
         assert aligned == [1, 1, 1, 1]
 
 
-def test_deterministic_has_a_kernel_for_dq_and_no_sums(launches: Launches) -> None:
-    q = ArrayInfo((1, 2, 200, 128))
-    plan = launch(q, q, q, deterministic=True)
-    assert plan.tiling.workspace == 2 * 256 * 8
-    finish, blocks, threads, memory, _ = launches.made[-1]
-    assert finish == "cuflash_bwd_sm80_d128_f16_deterministic_finish"
-    assert (blocks, threads, memory) == (2 * 4, 128, 64 * 1024)
+def test_deterministic_has_counters_behind_its_sums(launches: Launches) -> None:
+    q = ArrayInfo((2, 6, 200, 128))
+    k = ArrayInfo((2, 3, 300, 128))
+    plan = launch(q, k, k, deterministic=True)
+    tiles = 2 * 6 * 4
+    rows = tiles * 64
+    assert plan.tiling.workspace == rows * (8 + 128 * 4) + 4 * (32 + tiles * 4)
+    assert "dQ added up in float32 in turn" in str(plan)
+    name = "cuflash_bwd_sm80_d128_f16_deterministic"
+    assert [made[:2] for made in launches.made] == [
+        (f"{name}_prepare", tiles), (name, 2 * 3 * 5), (f"{name}_finish", tiles),
+    ]  # fmt: skip
+    for *_, given in launches.made:
+        assert int(given["counters"]) == WORKSPACE + rows * (8 + 128 * 4)
+        assert [int(given[name]) for name in ("all_kv_heads", "section")] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "section"),
+    [(16, 16384, 2), (64, 4096, 8), (256, 1024, 32), (1, 65536, 1), (9, 16384, 3), (7, 64, 7)],
+)
+def test_sections_have_two_blocks_for_each_at_work(heads: int, length: int, section: int) -> None:
+    q = ArrayInfo((1, heads, length, 128))
+    plan = cuflash.explain(q, q, q, device=HOPPER, kernel="sm80", backward=True, deterministic=True)
+    tile = sm80._Variant.of(plan.spec).tile(HOPPER)
+    assert sm80._section(plan.spec, tile, HOPPER) == section
 
 
 def test_without_keys_the_main_kernel_is_left_out(launches: Launches) -> None:
@@ -165,12 +184,10 @@ def test_tiles_fit_the_device(capability: str, dims: tuple[int, int]) -> None:
     tile = variant.tile(device)
     assert sm80_tiles.fits(tile, *dims, device)
     assert main.shared_memory == tile.shared_memory(*dims) <= device.shared_memory_per_block
-    assert tile.dq_shared_memory(*dims) <= main.shared_memory
     padded = [tile.padded(dim) for dim in dims]
     registers = tile.registers(*padded) + 50  # what is not sums, by the kernel's budget
     assert registers <= 255
     assert 32 * tile.warps * tile.blocks * registers <= 65536
-    assert tile.dq_registers(padded[0]) + 50 <= 255
     assert tile.why
     for dim, columns in zip(dims, padded, strict=True):
         parts = 16 * max(tile.sides, tile.dq_sides)

@@ -87,16 +87,6 @@ __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.
 // Of global memory: bulk copies after it come after what this thread knows to be there. Their completion needs none.
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// A counter of the device by which blocks wait for each other: what was written before an addition is there after a read.
-__device__ __forceinline__ u32 read_acquire(const u32* counter) {
-    u32 value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-    return value;
-}
-__device__ __forceinline__ void add_release(u32* counter, u32 value) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
-}
-
 // Around warpgroup products: registers written before are ready; a batch ends; at most PENDING batches still run.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -16,7 +16,7 @@
 // The next dO is loaded while dK and dQ are computed; the next Q, where there are two stages, all the while. Two blocks of a
 // multiprocessor hide each other's waits.
 //
-// Sums of dQ come in any order. Where the same bits are wanted, the third kernel computes dQ by itself instead.
+// Blocks add to dQ in any order, or where the same bits are wanted in turn (backward_order.cuh).
 //
 // Budget a thread, in registers:  dK, dV = KEYS * (D + DV) / (32 * SIDES),  S, dP = KEYS * QUERIES / 16,  dQ, while those of S
 //                                 and dP are free, = M * D / THREADS,  about 50 beside; 255 at most.
@@ -24,7 +24,6 @@
 //                                 rounded up to 64 columns.
 
 #include "sm80/backward_keys.cuh"
-#include "sm80/backward_queries.cuh"
 #include "sm80/backward_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(cuflash::ROW_THREADS) CONFIG_PREPARE(const cuflash::Arguments arguments) {
@@ -36,13 +35,6 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::THREADS, cuflash::
     cuflash::go_through_keys(arguments);
 }
 
-#if CONFIG_DETERMINISTIC
-extern "C" __global__ void __launch_bounds__(cuflash::QueryConfig::THREADS, cuflash::QueryConfig::BLOCKS)
-    CONFIG_FINISH(const cuflash::Arguments arguments) {
-    cuflash::go_through_queries(arguments);
-}
-#else
 extern "C" __global__ void __launch_bounds__(cuflash::Config::THREADS) CONFIG_FINISH(const cuflash::Arguments arguments) {
     cuflash::finish_rows(arguments);
 }
-#endif

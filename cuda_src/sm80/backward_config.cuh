@@ -25,7 +25,7 @@ struct Config {
     static constexpr bool BOUNDED = CONFIG_BOUNDED;           // causal or window
     static constexpr bool SOFTCAP = CONFIG_SOFTCAP;
     static constexpr bool ALIGNED = CONFIG_ALIGNED;  // rows start on 16 bytes and have a multiple of 8 columns
-    static constexpr bool DETERMINISTIC = CONFIG_DETERMINISTIC;
+    static constexpr bool DETERMINISTIC = CONFIG_DETERMINISTIC;  // blocks add to dQ in turn
     static constexpr int THREADS = 32 * WARPS;
     static constexpr int SIDES = WARPS / KEY_GROUPS;  // warps of a key group: parts of S's queries, of dK's and dV's columns
     static constexpr int KEYS = BN / KEY_GROUPS, QUERIES = M / SIDES;  // of a warp, in S and dP
@@ -53,7 +53,8 @@ struct Arguments {
     const float* lse;
     u16 *dq, *dk, *dv;
     Row* rows;           // (batch, q_heads, row_blocks * M)
-    float* sums;         // of dQ: (batch, q_heads, row_blocks, M * D), a tile as its fragments lie; none if deterministic
+    float* sums;         // of dQ: (batch, q_heads, row_blocks, M * D), a tile as its fragments lie
+    u32* counters;       // DETERMINISTIC: tickets drawn; from FIRST_TURN on, turns: (batch, q_heads, row_blocks, WARPS)
     const i64* q_lens;   // or null
     const i64* kv_lens;  // or null
     i64 q_entry, q_head, q_row;  // strides in elements; columns lie next to each other
@@ -66,6 +67,7 @@ struct Arguments {
     i64 dv_entry, dv_head, dv_row;
     i64 lse_entry, lse_head, lse_row;
     int q_heads, group, q_len, kv_len, head_dim, head_dim_v, row_blocks, key_blocks;
+    int all_kv_heads, section;  // DETERMINISTIC: kv heads of all entries; those that blocks go through together
     int left, right;    // window bounds, large for none
     int top_left;
     float factor;       // of a score, to log2 units
@@ -74,6 +76,6 @@ struct Arguments {
     int prepare;
     int out_aligned, dq_aligned, dk_aligned, dv_aligned;  // out: of both that are summed, out and dout
 };
-static_assert(sizeof(Arguments) == 400, "the fields and sizes in families/backward/sm80.py");
+static_assert(sizeof(Arguments) == 416, "the fields and sizes in families/backward/sm80.py");
 
 }  // namespace cuflash

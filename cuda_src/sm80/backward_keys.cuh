@@ -2,62 +2,10 @@
 #pragma once
 
 #include "sm80/backward_scores.cuh"
+#include "sm80/backward_work.cuh"
 #include "sm80/gradients.cuh"
 
 namespace cuflash {
-
-// What a block works on. Blocks of one head lie together, so that they share its queries in the cache; under a causal mask
-// those with the most queries come first.
-struct KeyWork {
-    const u16 *q, *dout;         // of the first head of the group
-    const Row* rows;
-    float* sums;
-    int entry, kv_head, first_key;
-    int q_len, kv_len;           // of the entry
-    int diagonal;                // the key that row 0 is aligned with
-    int begin, end;              // query tiles that see some of the keys
-    int clean_begin, clean_end;  // of those, the ones of which all rows see all of the keys
-
-    __device__ __forceinline__ void find(const Arguments& a) {
-        const int kv_heads = a.q_heads / a.group, head_of_all = blockIdx.x / a.key_blocks;
-        entry = head_of_all / kv_heads, kv_head = head_of_all % kv_heads;
-        first_key = blockIdx.x % a.key_blocks * Config::BN;
-        q_len = used_length(a.q_lens, entry, a.q_len);
-        kv_len = used_length(a.kv_lens, entry, a.kv_len);
-        diagonal = a.top_left ? 0 : kv_len - q_len;
-        const int head = kv_head * a.group;
-        q = a.q + entry * a.q_entry + head * a.q_head;
-        dout = a.dout + entry * a.dout_entry + head * a.dout_head;
-        const i64 tiles = i64(entry * i64(a.q_heads) + head) * a.row_blocks;
-        rows = a.rows + tiles * Config::M;
-        sums = a.sums + tiles * (Config::M * Config::D);
-        find_tiles(a.left, a.right);
-    }
-
-    __device__ __forceinline__ void find_tiles(int left, int right) {
-        const int last_key = min(first_key + Config::BN, kv_len) - 1;
-        begin = clean_begin = 0;
-        end = (q_len + Config::M - 1) / Config::M;
-        clean_end = q_len / Config::M;
-        if (Config::BOUNDED) {
-            begin = max(0, first_key - diagonal - right) / Config::M;
-            end = min(end, (max(0, last_key - diagonal + left + 1) + Config::M - 1) / Config::M);
-            clean_begin = (max(0, first_key + Config::BN - 1 - diagonal - right) + Config::M - 1) / Config::M;
-            clean_end = min(clean_end, max(0, first_key - diagonal + left + 1) / Config::M);
-        }
-        if (first_key + Config::BN > kv_len) clean_end = 0;
-        if (first_key >= kv_len || end < begin) end = begin;
-    }
-};
-
-// Of the queries that a block goes through: those of each head of the group, one head after another.
-struct QueryTile {
-    int head, tile;
-    __device__ __forceinline__ QueryTile next(const KeyWork& work) const {
-        const bool last = tile + 1 == work.end;
-        return {head + last, last ? work.begin : tile + 1};
-    }
-};
 
 struct SharedMemory {
     static constexpr int K = 0;
@@ -112,7 +60,7 @@ __device__ __forceinline__ void go_through_keys(const Arguments& a) {
     if (threadIdx.x == 0) work.find(a);
     __syncthreads();  // the barriers and work have been written
 
-    QueryTile at = {0, work.begin};
+    QueryTile at = QueryTile::first(work);
     int left = (work.end - work.begin) * a.group;
     if (left > 0) {
         const int kv_head = work.kv_head;
@@ -137,11 +85,12 @@ __device__ __forceinline__ void go_through_keys(const Arguments& a) {
     Sums<Config::KEYS / 16, Config::DV / (16 * SIDES)> dv;
     dk.clear(), dv.clear();
 
+    WarpTurn turn;
     for (u32 parity = 0; left > 0; --left, parity ^= 1) {
         const int stage = Config::STAGES == 2 ? parity : 0;
         const u32 q_tile = shared + SharedMemory::Q + stage * SharedMemory::Q_BYTES;
         const u32 rows = shared + SharedMemory::ROWS + stage * SharedMemory::ROWS_BYTES + first_query * sizeof(Row);
-        const QueryTile next = at.next(work);
+        const QueryTile next = at.next(work, a);
         const bool clean = at.tile >= work.clean_begin && at.tile < work.clean_end;
 
         barrier_wait(q_full, parity);
@@ -149,6 +98,7 @@ __device__ __forceinline__ void go_through_keys(const Arguments& a) {
         scores.clear();
         multiply_tiles<Element, Config::D / 16, Config::UNROLL>(scores, left_by_rows<BN>(shared + SharedMemory::K, first_key),
                                                 right_by_rows<M>(q_tile, first_query));
+        if (Config::DETERMINISTIC) turn.pass(a.counters);  // of the tile before: what it added is there by now
         barrier_wait(taken, parity ^ 1);  // of the tile before
         if (Config::STAGES == 2 && left > 1) {
             load_queries(a, work, next, shared, stage ^ 1);
@@ -187,30 +137,29 @@ __device__ __forceinline__ void go_through_keys(const Arguments& a) {
             load_dout(a, work, next, shared);
             arrive_loaded<Config>(dout_full);
         }
+        if (Config::DETERMINISTIC) turn.look(a.counters, at.counter(work, a));
         QuerySums dq;
-        if (!Config::DETERMINISTIC) {
-            dq.clear();
-            multiply_tiles<Element, BN / 16, BN / 16>(
-                dq,
-                left_by_columns<BN, Config::QUERY_GROUPS>(shared + SharedMemory::BY_SCORES, warp / Config::DQ_SIDES),
-                right_by_columns<BN, Config::DQ_SIDES>(shared + SharedMemory::K, warp % Config::DQ_SIDES));
-        }
+        dq.clear();
+        multiply_tiles<Element, BN / 16, BN / 16>(
+            dq, left_by_columns<BN, Config::QUERY_GROUPS>(shared + SharedMemory::BY_SCORES, warp / Config::DQ_SIDES),
+            right_by_columns<BN, Config::DQ_SIDES>(shared + SharedMemory::K, warp % Config::DQ_SIDES));
         barrier_arrive(taken);
         if (Config::STAGES == 1 && left > 1) {
             barrier_wait(taken, parity);
             load_queries(a, work, next, shared, 0);
             arrive_loaded<Config>(q_full);
         }
-        if (!Config::DETERMINISTIC) {
-            float* sums = work.sums + (i64(at.head) * a.row_blocks + at.tile) * (M * Config::D) + warp * QuerySums::FLOATS;
+        if (Config::DETERMINISTIC) turn.await(a.counters, at.turn(work, a));
+        float* sums = work.sums + (i64(at.head) * a.row_blocks + at.tile) * (M * Config::D) + warp * QuerySums::FLOATS;
 #pragma unroll
-            for (int r = 0; r < QuerySums::ROW_TILES; ++r)
+        for (int r = 0; r < QuerySums::ROW_TILES; ++r)
 #pragma unroll
-                for (int n = 0; n < QuerySums::COLUMN_TILES; ++n)
-                    add_to_global(sums + (r * QuerySums::COLUMN_TILES + n) * 128, dq.of[r][n]);
-        }
+            for (int n = 0; n < QuerySums::COLUMN_TILES; ++n)
+                add_to_global(sums + (r * QuerySums::COLUMN_TILES + n) * 128, dq.of[r][n]);
         at = next;
     }
+
+    if (Config::DETERMINISTIC) turn.pass(a.counters);
 
     // Keys past the length have seen zeros; what their sums are does not matter.
     __syncthreads();  // no warp reads K or V any more

@@ -1,6 +1,7 @@
 // The kernels before and after the main one, which go through rows: a block has M of them, as the main kernel's tiles do.
 #pragma once
 
+#include "common/turns.cuh"
 #include "sm80/backward_config.cuh"
 #include "sm80/gradients.cuh"
 
@@ -48,12 +49,14 @@ __device__ __forceinline__ float sum_products(const u16* dout, const u16* out, i
     return sum;
 }
 
-// Describes each row, and clears what its dQ will be summed up in.
+// Describes each row, and clears what its dQ will be summed up in, and the counters of turns.
 __device__ __forceinline__ void prepare_rows(const Arguments& a) {
     const RowBlock block(a);
-    if (!Config::DETERMINISTIC) {
-        float4* sums = reinterpret_cast<float4*>(block.sums(a));
-        for (int i = threadIdx.x; i < Config::M * Config::D / 4; i += ROW_THREADS) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    float4* sums = reinterpret_cast<float4*>(block.sums(a));
+    for (int i = threadIdx.x; i < Config::M * Config::D / 4; i += ROW_THREADS) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (Config::DETERMINISTIC) {
+        if (threadIdx.x < Config::WARPS) a.counters[FIRST_TURN + i64(blockIdx.x) * Config::WARPS + threadIdx.x] = 0;
+        if (blockIdx.x == 0 && threadIdx.x < FIRST_TURN) a.counters[threadIdx.x] = 0;
     }
     const u16* dout = a.dout + block.entry * a.dout_entry + block.head * a.dout_head;
     const u16* out = a.out + block.entry * a.out_entry + block.head * a.out_head;

@@ -18,7 +18,7 @@ struct Adder {
         : a(arguments), base(shared), mine(which) {}
 
     // ORDERED. Tiles of keys that have added to this tile of queries.
-    __device__ __forceinline__ u32* counter(i64 place) const { return a.counters + 32 + place; }
+    __device__ __forceinline__ u32* counter(i64 place) const { return a.counters + FIRST_TURN + place; }
     // Until all have that come before this one.
     __device__ __forceinline__ void await_turn(i64 place, int turn) const {
         while (read_acquire(counter(place)) != turn) __nanosleep(32);

@@ -3,6 +3,7 @@
 
 #include "common/ptx_hopper.cuh"
 #include "common/ring.cuh"
+#include "common/turns.cuh"
 
 namespace cuflash {
 
@@ -51,7 +52,7 @@ struct __align__(64) Arguments {
     const i64* kv_lens;   // or null
     float* row_stats;     // workspace: LSE in units of log2 for each row of each tile of queries, then what dP lacks
     float* sums;          // dQ before it is rounded, a tile of a head after the other
-    u32* counters;        // tickets drawn; from the 32nd on, ORDERED: for each tile of dQ
+    u32* counters;        // tickets drawn; from FIRST_TURN on, ORDERED: for each tile of dQ
     i64 out_steps[3], dout_steps[3], lse_steps[3], dq_steps[3];  // elements, along entries, heads and rows
     i64 all_rows;            // of all tiles of queries of all heads
     int q_heads, kv_heads, group, q_len, kv_len, head_dim, head_dim_v;

@@ -65,8 +65,8 @@ __device__ __forceinline__ void prepare_rows(const Arguments& a) {
     float4* sums = reinterpret_cast<float4*>(a.sums) + i64(blockIdx.x) * (Config::BM * Config::D / 4);
 #pragma unroll
     for (int i = 0; i < Config::BM * Config::D / 4; i += ROWS_THREADS) sums[i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (Config::ORDERED && threadIdx.x == 0) a.counters[32 + blockIdx.x] = 0;
-    if (blockIdx.x == 0 && threadIdx.x < 32) a.counters[threadIdx.x] = 0;
+    if (Config::ORDERED && threadIdx.x == 0) a.counters[FIRST_TURN + blockIdx.x] = 0;
+    if (blockIdx.x == 0 && threadIdx.x < FIRST_TURN) a.counters[threadIdx.x] = 0;
 }
 
 // dQ to 16 bits, from the order in which a warpgroup's threads held it.

@@ -1,7 +1,7 @@
 """The backward pass of FlashAttention-2 on mma.sync, from compute capability 8.0 on.
 
 The kernels are `cuda_src/sm80/backward.cu`; this module says which problems they take, with which
-tile, and launches them: one that describes rows, the main one, and one for dQ.
+tile, and launches them: one that describes rows, the main one, and one that rounds dQ.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from ...runtime.specialisation import Specialisation
 from ...spec import AttentionSpec, Placement
 from .. import fused
 from .sm80_tiles import ROW_BYTES, Tile, bucket, choose
+from .turns import counters_size
 
 # struct Arguments of cuda_src/sm80/backward_config.cuh
 _POINTERS = (
     *("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv"),
-    *("rows", "sums", "q_lens", "kv_lens"),
+    *("rows", "sums", "counters", "q_lens", "kv_lens"),
 )
 _TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _INTS = (
     *("q_heads", "group", "q_len", "kv_len", "head_dim", "head_dim_v"),
-    *("row_blocks", "key_blocks", "left", "right", "top_left"),
+    *("row_blocks", "key_blocks", "all_kv_heads", "section", "left", "right", "top_left"),
 )
 _ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in _POINTERS]
@@ -46,6 +47,7 @@ _ARGUMENTS = np.dtype(
 )
 _CHANGING = Struct(f"{len(_POINTERS)}Q")  # from call to call
 _ROW_THREADS = 256
+_SMS = 132  # multiprocessors of an H100 or H200, for a device that is only named
 
 
 def supports(spec: AttentionSpec, device: Device) -> list[str]:
@@ -74,11 +76,20 @@ def plan(spec: AttentionSpec, device: Device) -> Tiling:
         threads=32 * tile.warps,
         shared_memory=tile.shared_memory(variant.head_dim, variant.head_dim_v),
     )
-    rows = spec.batch * spec.q_heads * _row_blocks(spec, tile.q_rows) * tile.q_rows
-    of_dq = 0 if spec.deterministic else 4 * tile.padded(variant.head_dim)
-    how = "dQ by a kernel of its own" if spec.deterministic else "dQ in float32 sums"
-    note = f"{tile.warps} warps, {how}"
-    return Tiling(tile.q_rows, tile.keys, 1, rows * (ROW_BYTES + of_dq), note, launch)
+    note = f"{tile.warps} warps, dQ added up in float32"
+    note += " in turn" if spec.deterministic else ""
+    workspace = sum(_workspace(spec, tile).values())
+    return Tiling(tile.q_rows, tile.keys, 1, workspace, note, launch)
+
+
+def _workspace(spec: AttentionSpec, tile: Tile) -> dict[str, int]:
+    """Bytes of each part of the workspace, all but the last of them multiples of 128."""
+    tiles = spec.batch * spec.q_heads * _row_blocks(spec, tile.q_rows)
+    rows = tiles * tile.q_rows
+    sizes = {"rows": rows * ROW_BYTES, "sums": 4 * rows * tile.padded(bucket(spec.head_dim))}
+    if spec.deterministic:
+        sizes["counters"] = counters_size(tiles * tile.warps)
+    return sizes
 
 
 @functools.lru_cache(maxsize=1024)  # the same for every length
@@ -89,11 +100,11 @@ def _compiled(variant: _Variant, device: Device) -> tuple[Tile, Specialisation]:
 
 def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
     launches = _launches(plan)
-    spec, size = plan.spec, plan.tiling.workspace
-    rows_size = size
-    if not spec.deterministic:
-        tile, _ = _compiled(_Variant.of(spec), plan.device)
-        rows_size = size // (ROW_BYTES + 4 * tile.padded(bucket(spec.head_dim))) * ROW_BYTES
+    size = plan.tiling.workspace
+    tile, _ = _compiled(_Variant.of(plan.spec), plan.device)
+    parts = _workspace(plan.spec, tile)
+    sums = parts["rows"]
+    counters = sums + parts["sums"]
 
     def run(operands: BackwardOperands) -> None:
         q_lens, kv_lens = operands.q_lens, operands.kv_lens
@@ -114,7 +125,8 @@ def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
             operands.dk.data.ptr,
             operands.dv.data.ptr,
             workspace.ptr,
-            workspace.ptr + rows_size,
+            workspace.ptr + sums,
+            workspace.ptr + counters,
             0 if q_lens is None else q_lens.data.ptr,
             0 if kv_lens is None else kv_lens.data.ptr,
         )
@@ -137,20 +149,15 @@ def _launches(plan: Plan) -> list[Callable[..., None]]:
     """What queues each kernel, in the order in which they run."""
     spec, main = plan.spec, plan.tiling.launch
     assert main is not None
-    variant = _Variant.of(spec)
-    tile, _ = _compiled(variant, plan.device)
+    tile, _ = _compiled(_Variant.of(spec), plan.device)
     loaded = module.load(main.module, plan.device)
-    struct = _lasting_arguments(spec, tile).tobytes()
+    struct = _lasting_arguments(spec, tile, plan.device).tobytes()
     row_blocks = spec.batch * spec.q_heads * _row_blocks(spec, tile.q_rows)
-    finish_threads, finish_memory = main.threads, 0
-    if spec.deterministic:
-        finish_threads = 32 * tile.dq_warps
-        finish_memory = tile.dq_shared_memory(variant.head_dim, variant.head_dim_v)
     name = main.module.name
     kernels = [
         (f"{name}_prepare", row_blocks, _ROW_THREADS, 0),
         (name, main.blocks, main.threads, main.shared_memory),
-        (f"{name}_finish", row_blocks, finish_threads, finish_memory),
+        (f"{name}_finish", row_blocks, main.threads, 0),
     ]
     return [
         launcher(loaded.function(kernel), blocks, threads, shared_memory, _CHANGING, struct)
@@ -208,7 +215,7 @@ class _Variant:
         )
 
     def tile(self, device: Device) -> Tile:
-        return choose(self.head_dim, self.head_dim_v, device)
+        return choose(self.head_dim, self.head_dim_v, device, self.deterministic)
 
     def specialisation(self, tile: Tile) -> Specialisation:
         """The module of this variant with a tile."""
@@ -232,8 +239,6 @@ class _Variant:
             ("query_groups", tile.query_groups),
             ("stages", tile.stages),
             ("unroll", tile.unroll),
-            ("dq_warps", tile.dq_warps),
-            ("dq_keys", tile.dq_keys),
             ("bounded", self.bounded),
             ("softcap", self.softcap),
             ("aligned", self.aligned),
@@ -244,7 +249,17 @@ class _Variant:
         return Specialisation("sm80/backward.cu", name, config)
 
 
-def _lasting_arguments(spec: AttentionSpec, tile: Tile) -> np.ndarray[Any, Any]:
+def _section(spec: AttentionSpec, tile: Tile, device: Device) -> int:
+    """Heads of a section, where tiles of keys add to dQ in turn: together they have about two
+    blocks for each that is at work at a time. With fewer heads, more blocks of one start at a time
+    and wait for one another; with more, less of dQ is in the L2 cache.
+    """
+    heads, key_blocks = spec.batch * spec.kv_heads, -(-spec.kv_len // tile.keys)
+    at_work = (device.sm_count or _SMS) * tile.blocks
+    return -(-heads // max(round(heads * key_blocks / (2 * at_work)), 1))
+
+
+def _lasting_arguments(spec: AttentionSpec, tile: Tile, device: Device) -> np.ndarray[Any, Any]:
     """`struct Arguments` without its pointers."""
     assert spec.gradients is not None
     arguments: dict[str, float] = dict.fromkeys(_ARGUMENTS.names or (), 0)
@@ -257,6 +272,8 @@ def _lasting_arguments(spec: AttentionSpec, tile: Tile) -> np.ndarray[Any, Any]:
         arguments[name] = getattr(spec, name)
     arguments["row_blocks"] = _row_blocks(spec, tile.q_rows)
     arguments["key_blocks"] = -(-spec.kv_len // tile.keys)
+    arguments["all_kv_heads"] = spec.batch * spec.kv_heads
+    arguments["section"] = _section(spec, tile, device)
     arguments["left"], arguments["right"] = fused.window_bounds(spec)
     premultiply, arguments["factor"] = spec.score_factors
     if premultiply is not None:

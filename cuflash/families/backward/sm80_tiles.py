@@ -14,8 +14,7 @@ class Tile:
     """A row of the tile table: what a block of the main kernel works on, and why.
 
     Warps are a grid of `key_groups` for scores, dK and dV, and one of `query_groups` for dQ.
-    `stages` counts tiles of Q in shared memory, `unroll` steps of Q Kᵀ and dO Vᵀ, `dq_keys` the
-    keys at a time of the kernel that computes dQ by itself.
+    `stages` counts tiles of Q in shared memory, `unroll` steps of Q Kᵀ and dO Vᵀ.
     """
 
     q_rows: int
@@ -26,7 +25,6 @@ class Tile:
     query_groups: int
     stages: int
     unroll: int
-    dq_keys: int
     why: str
 
     def __post_init__(self) -> None:
@@ -49,11 +47,6 @@ class Tile:
         """Warps that share rows of dQ: each has a part of its columns."""
         return self.warps // self.query_groups
 
-    @property
-    def dq_warps(self) -> int:
-        """Warps of the kernel that computes dQ by itself; each owns whole rows."""
-        return min(4, self.q_rows // 16)
-
     def padded(self, dim: int) -> int:
         """Columns of a head dim of whole parts for all that share them."""
         step = 16 * max(2, self.sides, self.dq_sides)
@@ -66,69 +59,69 @@ class Tile:
         dq = self.q_rows * head_dim // threads
         return keys * (head_dim + head_dim_v) // threads + max(scores, dq)
 
-    def dq_registers(self, head_dim: int) -> int:
-        """The same of the kernel that computes dQ by itself."""
-        rows = self.q_rows // (16 * self.dq_warps)
-        return rows * (head_dim // 2 + self.dq_keys)
-
     def shared_memory(self, head_dim: int, head_dim_v: int) -> int:
         """Bytes a block of the main kernel: tiles in panels of 64 columns, and rows."""
         dim, dim_v, queries = (_panels(n) for n in (head_dim, head_dim_v, self.q_rows))
         elements = self.keys * (dim + dim_v) + self.q_rows * (self.stages * dim + dim_v)
         return 2 * (elements + 2 * self.keys * queries) + self.stages * self.q_rows * ROW_BYTES
 
-    def dq_shared_memory(self, head_dim: int, head_dim_v: int) -> int:
-        """Bytes a block of the kernel that computes dQ by itself."""
-        return 2 * (self.q_rows + self.dq_keys) * (_panels(head_dim) + _panels(head_dim_v))
-
 
 # By the larger of both head dims, rounded up to a bucket; the first that fits. None has been timed:
 # they are those that read least of shared memory among what keeps every value in registers.
 _TILES = {
     32: (
-        Tile(128, 64, 4, 2, 2, 4, 2, 2, 48, "as 64"),
-        Tile(64, 64, 4, 2, 2, 2, 2, 2, 64, "two blocks in less shared memory"),
-        Tile(64, 64, 4, 2, 2, 2, 1, 2, 64, "two blocks in 99 KiB"),
+        Tile(128, 64, 4, 2, 2, 4, 2, 2, "as 64"),
+        Tile(64, 64, 4, 2, 2, 2, 2, 2, "two blocks in less shared memory"),
+        Tile(64, 64, 4, 2, 2, 2, 1, 2, "two blocks in 99 KiB"),
     ),
     64: (
-        Tile(128, 64, 4, 2, 2, 4, 2, 4, 48, "136 matrix loads a warp for 320 products"),
-        Tile(64, 64, 4, 2, 2, 2, 2, 4, 64, "160 loads; two blocks in less shared memory"),
-        Tile(64, 64, 4, 2, 2, 2, 1, 4, 64, "two blocks in 99 KiB"),
+        Tile(128, 64, 4, 2, 2, 4, 2, 4, "136 matrix loads a warp for 320 products"),
+        Tile(64, 64, 4, 2, 2, 2, 2, 4, "160 loads; two blocks in less shared memory"),
+        Tile(64, 64, 4, 2, 2, 2, 1, 4, "two blocks in 99 KiB"),
     ),
     96: (
-        Tile(64, 64, 4, 2, 2, 2, 2, 6, 64, "as 128"),
-        Tile(64, 64, 4, 2, 2, 2, 1, 6, 64, "two blocks in 163 KiB"),
-        Tile(64, 64, 8, 1, 4, 4, 2, 6, 64, "one block in 99 KiB, of twice the warps"),
+        Tile(64, 64, 4, 2, 2, 2, 2, 6, "as 128"),
+        Tile(64, 64, 4, 2, 2, 2, 1, 6, "two blocks in 163 KiB"),
+        Tile(64, 64, 8, 1, 4, 4, 2, 6, "one block in 99 KiB, of twice the warps"),
     ),
     128: (
-        Tile(64, 64, 4, 2, 2, 2, 2, 8, 64, "136 matrix loads a warp for 320 products"),
-        Tile(64, 64, 4, 2, 2, 2, 1, 8, 64, "two blocks in 163 KiB"),
-        Tile(64, 64, 8, 1, 2, 2, 2, 8, 64, "one block in 99 KiB, of twice the warps"),
+        Tile(64, 64, 4, 2, 2, 2, 2, 8, "136 matrix loads a warp for 320 products"),
+        Tile(64, 64, 4, 2, 2, 2, 1, 8, "two blocks in 163 KiB"),
+        Tile(64, 64, 8, 1, 2, 2, 2, 8, "one block in 99 KiB, of twice the warps"),
     ),
     192: (
-        Tile(64, 64, 8, 1, 2, 2, 2, 12, 64, "dK and dV of 128 keys do not fit the registers"),
-        Tile(64, 64, 8, 1, 2, 2, 1, 12, 64, "one stage"),
-        Tile(32, 64, 8, 1, 4, 2, 1, 12, 64, "one block in 99 KiB"),
+        Tile(64, 64, 8, 1, 2, 2, 2, 12, "dK and dV of 128 keys do not fit the registers"),
+        Tile(64, 64, 8, 1, 2, 2, 1, 12, "one stage"),
+        Tile(32, 64, 8, 1, 4, 2, 1, 12, "one block in 99 KiB"),
     ),
     256: (
-        Tile(64, 64, 8, 1, 2, 2, 2, 4, 32, "as 192; on 8.0 spills where unrolled by 16"),
-        Tile(64, 64, 8, 1, 2, 2, 1, 4, 32, "one stage, in 163 KiB"),
-        Tile(32, 32, 4, 1, 2, 2, 1, 4, 32, "one block in 99 KiB"),
+        Tile(64, 64, 8, 1, 2, 2, 2, 4, "as 192; on 8.0 spills where unrolled by 16"),
+        Tile(64, 64, 8, 1, 2, 2, 1, 4, "one stage, in 163 KiB"),
+        Tile(32, 32, 4, 1, 2, 2, 1, 4, "one block in 99 KiB"),
     ),
 }
 _BLACKWELL = {
     64: (
-        Tile(128, 64, 4, 2, 2, 4, 2, 2, 48, "spills where unrolled by 4 on 10.0"),
+        Tile(128, 64, 4, 2, 2, 4, 2, 2, "spills where unrolled by 4 on 10.0"),
         *_TILES[64][1:],
     ),
     128: (
-        Tile(64, 64, 4, 2, 2, 4, 2, 1, 64, "two groups of queries spill on 10.0"),
+        Tile(64, 64, 4, 2, 2, 4, 2, 1, "two groups of queries spill on 10.0"),
         *_TILES[128][1:],
     ),
     256: (
-        Tile(64, 64, 8, 1, 2, 4, 2, 2, 32, "two groups of queries spill on 10.0"),
+        Tile(64, 64, 8, 1, 2, 4, 2, 2, "two groups of queries spill on 10.0"),
         *_TILES[256][1:],
     ),
+}
+# Where blocks add to dQ in turn, which takes some registers more.
+_BLACKWELL_IN_TURN = {
+    96: (
+        Tile(64, 64, 4, 2, 2, 2, 2, 2, "spills where unrolled by 6 on 10.0"),
+        *_TILES[96][1:],
+    ),
+    128: _TILES[128][2:],  # four warps spill on 10.0
+    256: _TILES[256][1:],  # two stages spill on 10.0
 }
 _BUCKETS = tuple(_TILES)
 _RESERVED = 1024 + 256  # shared memory that each block takes beside its tiles: system's, kernel's
@@ -139,11 +132,18 @@ def bucket(dim: int) -> int:
     return next(bucket for bucket in _BUCKETS if dim <= bucket)
 
 
-def choose(head_dim: int, head_dim_v: int, device: Device) -> Tile:
-    """The first row of the tile table, of these buckets, that fits the device's shared memory."""
+def choose(head_dim: int, head_dim_v: int, device: Device, in_turn: bool = False) -> Tile:
+    """The first row of the tile table, of these buckets, that fits the device's shared memory;
+    `in_turn` says whether blocks add to dQ in turn.
+    """
     dim = max(head_dim, head_dim_v)
     generation, _ = device.compute_capability or (0, 0)
-    tiles = (_BLACKWELL if generation > 9 else {}).get(dim, _TILES[dim])
+    tables = {
+        dim: _TILES[dim],
+        **(_BLACKWELL if generation > 9 else {}),
+        **(_BLACKWELL_IN_TURN if generation > 9 and in_turn else {}),
+    }
+    tiles = tables[dim]
     return next((tile for tile in tiles if fits(tile, head_dim, head_dim_v, device)), tiles[-1])
 
 

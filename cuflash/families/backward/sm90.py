@@ -26,12 +26,12 @@ from ...runtime.specialisation import Specialisation
 from ...spec import AttentionSpec, Placement
 from .. import fused
 from .sm90_tiles import GROUPS, PAIRS, Q_STAGES, Tile, buckets, choose
+from .turns import counters_size
 
 _MOST_WORK = 1 << 30  # tickets, and tiles of queries: what blocks draw and their number fit 32 bits
 _SMS = 132  # multiprocessors of an H100 or H200, for a device that is only named
 _THREADS = 128 * (GROUPS + 1)
 _ROWS_THREADS = 256  # of a block that prepares or finishes a tile of queries
-_TICKETS = 32  # counters before those of turns, of which the first counts tickets
 _ALIGNMENT = 256  # bytes that parts of the workspace are multiples of
 
 # struct Arguments of cuda_src/sm90_backward/config.cuh
@@ -236,11 +236,10 @@ class Cut:
         q_tiles, key_tiles = -(-spec.q_len // tile.q_rows), -(-spec.kv_len // tile.keys)
         query_tiles = spec.batch * spec.q_heads * q_tiles
         rows = query_tiles * tile.q_rows
-        turns = query_tiles if variant.ordered else 0
         sizes = {
             "row_stats": 2 * 4 * rows,
             "sums": 4 * rows * variant.pair[0],
-            "counters": 4 * (_TICKETS + turns),
+            "counters": counters_size(query_tiles if variant.ordered else 0),
         }
         return cls(q_tiles, key_tiles, query_tiles, spec.batch * spec.kv_heads * key_tiles, sizes)
 

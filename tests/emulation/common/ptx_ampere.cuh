@@ -43,6 +43,7 @@ struct Thread {
     ucontext_t context;
     std::vector<char> stack;
     int index, done;
+    long long additions;  // to global memory
     std::vector<std::function<void()>> copies;
     std::deque<Flight> flights;
 };
@@ -129,7 +130,7 @@ inline void run_block(int count) {
     all = {count, count, 0};
     for (int i = 0; i < count; ++i) {
         Thread& thread = threads[i];
-        thread.index = i, thread.done = 0;
+        thread.index = i, thread.done = 0, thread.additions = 0;
         thread.stack.resize(128 << 10);
         getcontext(&thread.context);
         thread.context.uc_stack.ss_sp = thread.stack.data();
@@ -302,6 +303,7 @@ inline void multiply(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1, Elemen
 
 inline void add_to_global(float* warps, const float (&of)[4]) {
     for (int e = 0; e < 4; ++e) warps[4 * (emulated::current->index % 32) + e] += of[e];
+    ++emulated::current->additions;
 }
 inline void read_sums(float (&to)[4], const float* warps) {
     for (int e = 0; e < 4; ++e) to[e] = warps[4 * (emulated::current->index % 32) + e];
