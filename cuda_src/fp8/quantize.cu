@@ -1,8 +1,8 @@
 // Q, K and V of 16 bits to 8: statistics per channel, an exact transform, scales, rounding; V with channels as rows, as
 // products of 8 bits take it.
 //
-// What attention does not see is taken out before rounding: K loses its mean (SageAttention, Zhang et al. 2024, section 4.2), Q
-// is multiplied and K divided by a factor per channel (after SmoothQuant, Xiao et al. 2022), both are rotated
+// What attention does not see is taken out before rounding: K loses its mean (SageAttention, Zhang et al. 2024, section
+// 4.2), Q is multiplied and K divided by a factor per channel (after SmoothQuant, Xiao et al. 2022), both are rotated
 // (FlashAttention-3, Shah et al. 2024, section 3.3), and V's mean is added to the result again.
 //
 // All of it is to take as long as its bytes do: each input is read twice and the codes are written once. `statistics` reads

@@ -1,7 +1,7 @@
 // A tile of Q or K: centred, balanced, rotated, in units of its scales.
 //
-// A thread has a whole row, or with LANES above 1 a part of it that is as many lanes apart as a warp has rows: a rotation then
-// is additions of registers, with few exchanges or none.
+// A thread has a whole row, or with LANES above 1 a part of it that is as many lanes apart as a warp has rows: a rotation
+// then is additions of registers, with few exchanges or none.
 #pragma once
 
 #include "fp8/tile.cuh"
@@ -14,8 +14,8 @@ constexpr int WARP_ROWS = 32 / LANES;  // neighbours, the first a multiple of 8
 
 typedef float Channels[CHANNELS];
 
-// What a thread has of its row, times the factors, K without its mean. No multiplication may merge with an addition, here and
-// below: NumPy's codes would differ.
+// What a thread has of its row, times the factors, K without its mean. No multiplication may merge with an addition, here
+// and below: NumPy's codes would differ.
 template <bool OF_K>
 __device__ __forceinline__ void load_row(Channels& x, const unsigned char* row, const float* means, const float* factors) {
 #pragma unroll

@@ -14,8 +14,8 @@ constexpr int CHUNKS_AT_ONCE = 5;  // blocks of a multiprocessor: 80 KB are on t
 constexpr int SUMMARY_WARPS = 16;  // of a block, whose lanes have a channel each
 constexpr int SUMMARY_THREADS = 32 * SUMMARY_WARPS;
 
-// What a thread has of its 8 channels: `take` has another row's, `expect` comes while rows are on their way. Codes begin with V's
-// last rows, which are to be in the L2 cache still: others LEAVE it.
+// What a thread has of its 8 channels: `take` has another row's, `expect` comes while rows are on their way. Codes begin
+// with V's last rows, which are to be in the L2 cache still: others LEAVE it.
 struct QueryRecords {
     static constexpr bool LEAVE = true;
     float all[Q_RECORDS][8] = {};

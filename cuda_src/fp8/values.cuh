@@ -21,7 +21,8 @@ __device__ __forceinline__ bool last_to_come(u32* count, u32 all) {
     return __syncthreads_or(threadIdx.x == 0 && before == all - 1);
 }
 
-// V's mean, taken out or not, was to be added to out as far as its codes lack it: they have a mean themselves, after rounding.
+// V's mean, taken out or not, was to be added to out as far as its codes lack it: they have a mean themselves, after
+// rounding.
 __device__ __forceinline__ void finish_means(const Work& work, const Arguments& a) {
     if (threadIdx.x >= D) return;
     const i64 at = work.head_of_all(a) * D + threadIdx.x;
@@ -92,8 +93,8 @@ __device__ __forceinline__ void quantize_values(Stage& stage, const Work& work, 
                 const float2 first = decode(word & 0xffff), second = decode(word >> 16);
                 sum += (first.x + first.y) + (second.x + second.y);
             }
-            // The codes take the place of the 8 channels, 16 keys in the 16 bytes of a row, so that no bank is met twice: now
-            // by lanes of all channels, below by those of a channel's groups.
+            // The codes take the place of the 8 channels, 16 keys in the 16 bytes of a row, so that no bank is met twice:
+            // now by lanes of all channels, below by those of a channel's groups.
             *reinterpret_cast<u32*>(&stage.rows[8 * group + (row ^ group)][2 * channels + 4 * t]) = word;
         }
         if (a.residual_mean) {

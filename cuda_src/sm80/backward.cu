@@ -1,17 +1,17 @@
 // Attention backward for compute capability 8.0 and newer: FlashAttention-2 (Dao 2023, algorithm 2) on mma.sync.
 //
-// Three kernels. The first goes through rows: LSE in the units of exp2, sum(dout * out), sums of dQ cleared. In the main one a
-// block owns BN keys of a KV head, and goes through the query tiles, of M rows, of every head of its group, in order:
+// Three kernels. The first goes through rows: LSE in the units of exp2, sum(dout * out), sums of dQ cleared. In the main one
+// a block owns BN keys of a KV head, and goes through the query tiles, of M rows, of every head of its group, in order:
 //
 //   S^T  = K Q^T       P^T  = 2^(S^T * factor - lse)      kept in shared memory, 16 bits
 //   dP^T = V dO^T      dS^T = P^T * (dP^T - delta)        kept in shared memory, 16 bits
 //   dV  += P^T dO      dK  += dS^T Q                      in registers, to the end
 //   dQ   = dS K                                           added to float32 sums in memory, where the third kernel rounds them
 //
-// so that dK and dV need no atomics, whatever the group. Warps form a grid, KEY_GROUPS x SIDES: for S and dP a warp has KEYS x
-// QUERIES scores, for dK and dV its keys and a part of the columns; for dQ QUERY_GROUPS x DQ_SIDES. Operands come from shared
-// memory, whose bandwidth is what bounds the kernel: of d=128, 64 x 64, four warps, each reads 136 times 512 bytes for its
-// 320 products of m16n8k16.
+// so that dK and dV need no atomics, whatever the group. Warps form a grid, KEY_GROUPS x SIDES: for S and dP a warp has KEYS
+// x QUERIES scores, for dK and dV its keys and a part of the columns; for dQ QUERY_GROUPS x DQ_SIDES. Operands come from
+// shared memory, whose bandwidth is what bounds the kernel: of d=128, 64 x 64, four warps, each reads 136 times 512 bytes
+// for its 320 products of m16n8k16.
 //
 // The next dO is loaded while dK and dQ are computed; the next Q, where there are two stages, all the while. Two blocks of a
 // multiprocessor hide each other's waits.
