@@ -126,8 +126,11 @@ __device__ __forceinline__ void quantize_rows(Stage& stage, const Work& work, co
     const float scale = scale_for(largest_of_group(size, OF_K ? a.k_sharing : a.q_sharing), LARGEST_QK);
     if (!OF_K) {
         if (part == 0 && row < work.length) a.q_scales[work.head_of_all(a) * a.q_len + row] = scale;
-    } else if (part == 0 && in_tile % 64 < 8 && in_tile % 2 == 0) {  // of each 64 keys those of each thread of four
-        a.k_scales[(work.head_of_all(a) * a.key_blocks + work.tile * 2 + in_tile / 64) * 4 + in_tile % 8 / 2] = scale;
+    } else {
+        int key = in_tile;
+        asm volatile("" : "+r"(key));  // else what follows from it is kept from tile to tile, for which a register lacks
+        if (part == 0 && key % 64 < 8 && key % 2 == 0)  // of each 64 keys those of each thread of four
+            a.k_scales[(work.head_of_all(a) * a.key_blocks + work.tile * 2 + key / 64) * 4 + key % 8 / 2] = scale;
     }
 
     // Codes take the place of the warp's rows, from where they leave in whole lines.

@@ -28,7 +28,7 @@ _CHUNK, _TILE, _KEYS = 256, 128, 64  # as in the source
 _RECORDS = {"q_partial": 1, "k_partial": 2, "v_partial": 3}
 # Threads of a block of codes, and blocks of a multiprocessor, by buckets of the head dim: as many
 # as have room for a row in registers, in one thread or in four, and for two tiles in shared memory.
-_BLOCKS = {64: (128, 4), 128: (128, 3), 256: (512, 1)}
+_BLOCKS = {64: (128, 5), 128: (128, 3), 256: (512, 1)}
 _ALIGNMENT = 256
 _SHARING: dict[Any, int] = {"token": 0, "columns": 1, 64: 2, 128: 3}
 _LARGEST = {"e4m3": "448.f", "int8": "127.f"}
