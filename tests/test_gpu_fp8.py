@@ -121,7 +121,7 @@ def test_parts_of_recipes(recipe: str, changes: dict[str, Any], hopper: ModuleTy
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dim", [24, 64, 72, 96, 128, 192, 256])
 @pytest.mark.parametrize("recipe", ["f8", "i8"])
 def test_codes_are_those_of_numpy(recipe: str, dim: int, layout: str, hopper: ModuleType) -> None:
     arrays = inputs(SHAPES["tails"], dim)
@@ -135,6 +135,53 @@ def test_codes_are_those_of_numpy(recipe: str, dim: int, layout: str, hopper: Mo
         assert (mine.data.get() != its.data).mean() < 1e-3
         np.testing.assert_allclose(mine.scale.get(), its.scale, rtol=1e-5)
         assert relative(mine.dequantize().get(), its.dequantize()) < 2e-3
+
+
+def parts_of(tensors: Any) -> list[Any]:
+    """All that quantising makes, as integers and numbers of the host."""
+    arrays = [tensors.mean_scores]
+    for one in (tensors.q, tensors.k, tensors.v):
+        arrays += [one.data, one.scale]
+    return [array.get() for array in arrays]
+
+
+@pytest.mark.parametrize("how", ["bshd", "repeated", "backwards", "every other head", "a slice"])
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+def test_codes_do_not_depend_on_strides(dim: int, how: str, hopper: ModuleType) -> None:
+    """Some of these no tensor map describes."""
+    q, k, v = (hopper.asarray(a) for a in inputs((2, 4, 4, 300, 333), dim))
+    if how == "bshd":
+        q, k, v = (hopper.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (q, k, v))
+    elif how == "repeated":
+        k, v = (hopper.broadcast_to(x[:, :1], x.shape) for x in (k, v))
+    elif how == "backwards":
+        q, v = q[:, :, ::-1], v[::-1]
+    elif how == "every other head":
+        q, k, v = (x[:, ::2] for x in (q, k, v))
+    else:
+        q, k, v = q[1:, :, 5:290], k[:1, 1:, 3:], v[:1, 1:, 3:]
+        q = q[:, 1:]
+    found = parts_of(quantize_fp8(q, k, v, "f8"))
+    expected = parts_of(quantize_fp8(*map(hopper.ascontiguousarray, (q, k, v)), "f8"))
+    for mine, its in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mine, its)
+
+
+@pytest.mark.parametrize("shape", ["tails", "many keys", "many tiles"])
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+def test_codes_do_not_depend_on_what_lies_beyond_lengths(
+    dim: int, shape: str, hopper: ModuleType
+) -> None:
+    sizes = {**SHAPES, "many tiles": (2, 64, 64, 700, 1300)}[shape]
+    q, k, v = (hopper.asarray(a) for a in inputs(sizes, dim))
+    lens = {"q_lens": [130, 0][: len(q)], "kv_lens": [129, 250][: len(q)]}
+    expected = parts_of(quantize_fp8(q, k, v, "f8", **lens))
+    for entry, (queries, keys) in enumerate(zip(*lens.values(), strict=True)):
+        q[entry, :, queries:], k[entry, :, keys:], v[entry, :, keys:] = np.nan, np.inf, np.nan
+    for _ in range(3):
+        found = parts_of(quantize_fp8(q, k, v, "f8", **lens))
+        for mine, its in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(mine, its)
 
 
 @pytest.mark.parametrize("rank", [2, 4])
