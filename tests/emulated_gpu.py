@@ -1,7 +1,9 @@
-"""Runs the CUDA sources of the sm80 backward pass on the host, by a C++ compiler.
+"""Runs CUDA sources on the host, by a C++ compiler: those of the sm80 backward pass, and with
+`emulated_quantizer` those that quantise.
 
-The headers of `emulation/common` take the place of the wrappers of PTX; all else is the kernels'
-own text, and the family's own launches. Slow: for problems of a few tiles.
+The headers of `emulation/common` take the place of the wrappers of PTX, and have a function for
+each instruction that stands between the lines of C++; all else is the kernels' own text, and the
+family's own launches. Slow: for problems of a few tiles.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -38,6 +41,7 @@ extern "C" __attribute__((visibility("default"))) void {name}_run(
     int blocks, int threads, const void* struct_, unsigned seed) {{
     const cuflash::Arguments& arguments = *static_cast<const cuflash::Arguments*>(struct_);
     emulated::seed = seed;
+    emulated::grid.x = blocks;
     emulated::kernel = [&] {{ {name}(arguments); }};
     for (int i = 0; i < blocks; ++i) {{
         emulated::block.x = int((i64_(i) * 7919 + seed) % blocks);
@@ -90,11 +94,12 @@ class EmulatedKernels:
 
 
 def launcher(
-    kernel: Any, blocks: int, threads: int, shared_memory: int, changing: Struct, struct: bytes
-) -> Callable[..., None]:
+    kernel: Any, blocks: int, threads: int, shared_memory: int, changing: Struct, struct: bytes,
+    *, early: bool = False,
+) -> Callable[..., None]:  # fmt: skip
     assert shared_memory <= 227 << 10
 
-    def launch(*values: int) -> None:
+    def launch(*values: Any) -> None:
         given = changing.pack(*values) + struct[changing.size :]
         kernel(blocks, threads, given, blocks + threads)
 
@@ -107,18 +112,57 @@ def _folder() -> Path:
 
 
 @functools.cache
+def _sources() -> Path:
+    """A folder with all sources, as C++ has to have them."""
+    for name in source.hashes():
+        path = _folder() / "sources" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_translated(source.read(name)))
+    return _folder() / "sources"
+
+
+_ASSEMBLER = re.compile(r'asm(?: volatile)?\(\s*((?:"[^"]*"\s*)+)(.*?)\);', re.DOTALL)
+_OPERAND = re.compile(r'"[=+]?\w"\(([^()]*)\)')
+_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w[\w ]*) (\w+)\[\];")
+_SHARED = re.compile(r"__shared__ (?:__align__\(\d+\) )?\w[\w ]* (\w+)(?:\[[^;]*\])?;")
+
+
+def _translated(text: str) -> str:
+    """Instructions are calls of functions with their names and operands. Shared memory whose size
+    a launch says is where the emulation has it; the rest it is told of.
+    """
+    text = _ASSEMBLER.sub(_call, text)
+    text = _DYNAMIC.sub(r"\1* const \2 = emulated::memory;", text)
+    told = r"\g<0> static const bool \1_shared = emulated::is_shared(&\1, sizeof \1);"
+    return _SHARED.sub(told, text)
+
+
+def _call(statement: re.Match[str]) -> str:
+    instruction = "".join(re.findall(r'"([^"]*)"', statement[1])).split(" ")[0]
+    name = re.sub(r"\W+", "_", instruction)
+    return f"emulated::{name}({', '.join(_OPERAND.findall(statement[2]))});" if name else ";"
+
+
+@functools.cache
 def _build(spec: Specialisation) -> Path:
+    config = dict(spec.config)
+    return compiled(spec, (spec.name, str(config["prepare"]), str(config["finish"])), _WALKS)
+
+
+@functools.cache
+def compiled(spec: Specialisation, names: tuple[str, ...], more: str = "") -> Path:
+    """A library with the kernels of these names, each as `<name>_run`, and what `more` has."""
     lines = spec.text().splitlines()
     defines = "\n".join(line for line in lines if line.startswith("#define CONFIG_"))
-    config = dict(spec.config)
-    names = (spec.name, str(config["prepare"]), str(config["finish"]))
     text = f'{defines}\n#include "common/ptx_ampere.cuh"\n#include "{spec.source}"\n'
-    text += _WALKS + "typedef long long i64_;" + "".join(_ENTRY.format(name=name) for name in names)
+    text += more + "typedef long long i64_;" + "".join(_ENTRY.format(name=name) for name in names)
     stem = _folder() / hashlib.sha256(text.encode()).hexdigest()[:16]
     stem.with_suffix(".cpp").write_text(text)
     command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{HEADERS}"]
     command += ["-fvisibility=hidden", "-fno-gnu-unique"]  # what is loaded shares no names
-    command += [f"-I{source.root()}", str(stem.with_suffix(".cpp")), "-o", f"{stem}.so"]
+    # No sum takes a product in unrounded, and a jump may lead to another stack.
+    command += ["-ffp-contract=off", "-U_FORTIFY_SOURCE"]
+    command += [f"-I{_sources()}", str(stem.with_suffix(".cpp")), "-o", f"{stem}.so"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
     return Path(f"{stem}.so")

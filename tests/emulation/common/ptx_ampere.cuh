@@ -1,8 +1,10 @@
-// Stands for the header of that name, for a C++ compiler of the host: what its wrappers do, and the parts of CUDA C++ that the
-// kernels use. Each thread of a block is a coroutine; the warp's instructions wait for all 32 lanes, with the layouts of the
-// PTX ISA. Warps take turns at random, and asynchronous copies come as late as they may, so that a missing barrier shows.
+// Stands for the header of that name, for a C++ compiler of the host: what its wrappers do, and the parts of CUDA C++ that
+// the kernels use. Each thread of a block is a coroutine; the warp's instructions wait for all 32 lanes, with the layouts of
+// the PTX ISA. Warps take turns at random, and asynchronous copies come as late as they may, or of half the threads at any
+// time before, so that a missing barrier shows.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -14,10 +16,13 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
+#include <set>
 #include <vector>
 
 #define __device__
 #define __global__
+#define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __shared__ static
@@ -40,9 +45,10 @@ struct Flight {  // copies of a thread that have not come, and who is to be told
 };
 
 struct Thread {
-    ucontext_t context;
-    std::vector<char> stack;
-    int index, done;
+    ucontext_t start;
+    jmp_buf place;
+    std::unique_ptr<char[]> stack;
+    int index, started, done, hasty;  // its copies may come before anybody waits for them
     long long additions;  // to global memory
     std::vector<std::function<void()>> copies;
     std::deque<Flight> flights;
@@ -65,8 +71,10 @@ inline std::vector<Warp> warps;
 inline std::map<std::uint32_t, Barrier> barriers;
 inline Barrier all;
 inline Thread* current;
-inline ucontext_t scheduler;
-inline Index block;
+inline jmp_buf scheduler;
+inline Index block, grid;
+inline std::set<unsigned> votes;                     // phases of `all` in which some thread says yes
+inline std::map<unsigned char*, std::size_t> known;  // shared memory that is declared as a variable, and its sizes
 inline std::uint32_t seed = 1;
 
 inline unsigned random(unsigned below) {
@@ -79,7 +87,17 @@ inline void fail(const char* what) {
     std::abort();
 }
 
-inline void yield() { swapcontext(&current->context, &scheduler); }
+// Goes to another stack and back by what asks nothing of the operating system.
+inline void yield() {
+    if (!_setjmp(current->place)) _longjmp(scheduler, 1);
+}
+__attribute__((noinline)) inline void resume(Thread& thread) {
+    current = &thread;
+    if (_setjmp(scheduler)) return;
+    if (thread.started) _longjmp(thread.place, 1);
+    thread.started = 1;
+    setcontext(&thread.start);
+}
 
 inline Warp& warp() { return warps[current->index / 32]; }
 
@@ -108,10 +126,24 @@ inline unsigned char* shared(std::uint32_t address, int bytes) {
     return memory + offset;
 }
 
+// Bytes of shared memory, of which a block knows nothing when it starts.
+inline bool is_shared(void* variable, std::size_t size) {
+    if (known.emplace(static_cast<unsigned char*>(variable), size).second) std::memset(variable, 0xff, size);
+    return true;
+}
+
+inline void land_all(std::vector<std::function<void()>>& copies) {
+    for (const auto& copy : copies) copy();
+    copies.clear();
+}
+
 // Lets the oldest copies of a thread come.
 inline void land(Thread& thread) {
-    if (thread.flights.empty()) return;
-    for (const auto& copy : thread.flights.front().copies) copy();
+    if (thread.flights.empty()) {
+        if (thread.hasty) land_all(thread.copies);
+        return;
+    }
+    land_all(thread.flights.front().copies);
     arrive(barriers.at(thread.flights.front().barrier));
     thread.flights.pop_front();
 }
@@ -125,18 +157,20 @@ inline void enter() {
 
 // Runs a block to its end.
 inline void run_block(int count) {
+    constexpr int STACK = 128 << 10;
     std::memset(memory, 0xff, sizeof memory);  // NaN
-    threads.resize(count), warps.assign(count / 32, Warp()), barriers.clear();
+    for (const auto& [variable, size] : known) std::memset(variable, 0xff, size);
+    threads.resize(count), warps.assign(count / 32, Warp()), barriers.clear(), votes.clear();
     all = {count, count, 0};
     for (int i = 0; i < count; ++i) {
         Thread& thread = threads[i];
-        thread.index = i, thread.done = 0, thread.additions = 0;
-        thread.stack.resize(128 << 10);
-        getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = thread.stack.data();
-        thread.context.uc_stack.ss_size = thread.stack.size();
-        thread.context.uc_link = &scheduler;
-        makecontext(&thread.context, enter, 0);
+        thread.index = i, thread.started = thread.done = 0, thread.additions = 0, thread.hasty = random(2);
+        if (!thread.stack) thread.stack.reset(new char[STACK]);
+        getcontext(&thread.start);
+        thread.start.uc_stack.ss_sp = thread.stack.get();
+        thread.start.uc_stack.ss_size = STACK;
+        thread.start.uc_link = nullptr;  // `enter` does not return
+        makecontext(&thread.start, enter, 0);
     }
     for (long long turns = 0;; ++turns) {
         if (turns > 50'000'000) fail("no thread gets any further");
@@ -146,10 +180,8 @@ inline void run_block(int count) {
         const int first = 32 * random(count / 32);
         for (int pass = random(400); pass >= 0; --pass) {
             const unsigned long long turn = warps[first / 32].turn;
-            for (int lane = 0; lane < 32; ++lane) {
-                current = &threads[first + lane];
-                if (!current->done) swapcontext(&scheduler, &current->context);
-            }
+            for (int lane = 0; lane < 32; ++lane)
+                if (!threads[first + lane].done) resume(threads[first + lane]);
             if (warps[first / 32].turn == turn && random(4) == 0) break;  // it waits for others
         }
         if (random(2)) for (int i = random(count); i > 0; --i) land(threads[random(count)]);
@@ -164,6 +196,7 @@ inline void run_block(int count) {
 
 #define threadIdx (emulated::Index{emulated::current->index})
 #define blockIdx (emulated::block)
+#define gridDim (emulated::grid)
 
 inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
 inline unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); return y; }
@@ -176,12 +209,23 @@ inline void __syncthreads() {
     while (emulated::all.phase == phase) emulated::yield();
 }
 
-inline float __shfl_xor_sync(unsigned, float x, int mask) {
+inline int __syncthreads_or(int is) {
+    const unsigned phase = emulated::all.phase;
+    if (is) emulated::votes.insert(phase);
+    __syncthreads();
+    return emulated::votes.count(phase);
+}
+inline void __syncwarp() { emulated::meet(5, [](emulated::Warp&) {}); }
+
+inline int __shfl_xor_sync(unsigned, int x, int mask) {
     emulated::Warp& w = emulated::warp();
     const int lane = emulated::current->index % 32;
-    w.in[lane][0] = __float_as_uint(x);
+    w.in[lane][0] = unsigned(x);
     emulated::meet(1, [](emulated::Warp& w) { for (int i = 0; i < 32; ++i) w.out[i][0] = w.in[i][0]; });
-    return __uint_as_float(w.out[lane ^ mask][0]);
+    return int(w.out[lane ^ mask][0]);
+}
+inline float __shfl_xor_sync(unsigned all, float x, int mask) {
+    return __int_as_float(__shfl_xor_sync(all, int(__float_as_uint(x)), mask));
 }
 
 namespace cuflash {
@@ -193,6 +237,8 @@ typedef unsigned u32;
 
 struct Float16 {};
 struct Bfloat16 {};
+struct E4m3 {};
+struct Int8 {};
 
 inline u32 shared_address(const void* pointer) {
     return u32(static_cast<const unsigned char*>(pointer) - emulated::memory);
@@ -206,6 +252,7 @@ inline void copy_async(u32 to, const void* from, int bytes) {
     });
     if (bytes && std::uintptr_t(from) % 16) emulated::fail("a copy's address is not aligned");
 }
+inline void wait_copies() { emulated::land_all(emulated::current->copies); }
 
 inline void barrier_init(u32 barrier, int arrivals) { emulated::barriers[barrier] = {arrivals, arrivals, 0}; }
 inline void barrier_arrive(u32 barrier) { emulated::arrive(emulated::barriers.at(barrier)); }
@@ -271,6 +318,20 @@ inline u32 rounded(float x, Float16) {
 }
 template <class Element>
 inline u32 pack(float low, float high, Element element) { return rounded(low, element) | rounded(high, element) << 16; }
+
+inline u32 rounded(float x, E4m3) {
+    const u32 sign = __float_as_uint(x) >> 31 << 7;
+    const float size = std::fabs(x);
+    if (std::isnan(x)) return 0x7f;
+    if (size >= 448.f) return sign | 0x7e;
+    const int exponent = size < 0x1p-6f ? -6 : std::ilogb(size);
+    const u32 count = u32(std::nearbyint(std::ldexp(size, 3 - exponent)));  // 8 to 16, or less below 2^-6
+    return sign | (exponent == -6 && count < 8 ? count : u32((exponent + 7) << 3) + (count - 8));
+}
+inline u32 pack(float first, float second, float third, float fourth, E4m3 element) {
+    const u32 low = rounded(first, element) | rounded(second, element) << 8;
+    return low | rounded(third, element) << 16 | rounded(fourth, element) << 24;
+}
 
 template <class Element>
 inline void multiply(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1, Element element) {

@@ -5,7 +5,6 @@
 #include "common/ptx_ampere.cuh"
 
 inline void __nanosleep(unsigned) { emulated::fail("a block waits for one that has not started"); }
-inline void __syncwarp() { emulated::meet(5, [](emulated::Warp&) {}); }
 inline unsigned atomicAdd(unsigned* counter, unsigned value) {
     const unsigned before = *counter;
     *counter += value;
