@@ -26,6 +26,7 @@ def add_parser(commands: Any) -> None:
     options.add_selection(command, LISTS, _DTYPES, "paper")
     options.add_kernel(command)
     options.add_peers(command, tuple(columns.BACKWARD_PEERS))
+    options.add_against(command)
 
 
 def run(run_: Session, chosen: argparse.Namespace) -> None:

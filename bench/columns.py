@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from .processes import Spec
 
@@ -64,6 +65,15 @@ BACKWARD_PEERS = {
     "sm80": _ours_backward("sm80"),
     "deterministic": _ours_backward("auto", deterministic=True),
 }
+
+
+def against(specs: Mapping[str, Spec], tree: str) -> dict[str, Spec]:
+    """The same columns of ours by the cuflash of another source tree."""
+    return {
+        f"{name} against": replace(spec, tree=tree)
+        for name, spec in specs.items()
+        if spec.module.startswith(f"{_PEERS}.ours")
+    }
 
 
 def judge(place: str) -> Spec:

@@ -29,6 +29,7 @@ def add_parser(commands: Any) -> None:
     options.add_selection(command, LISTS, _DTYPES, "paper, or cpu without a GPU")
     options.add_kernel(command)
     options.add_peers(command, known)
+    options.add_against(command)
 
 
 def run(run_: Session, chosen: argparse.Namespace) -> None:

@@ -39,7 +39,7 @@ def add_bench(
 ) -> argparse.ArgumentParser:
     """A command that measures: `bench` takes a session and the options."""
     command = add_command(commands, name, run_bench, summary, *examples)
-    command.set_defaults(bench=bench, kernel="auto")
+    command.set_defaults(bench=bench, kernel="auto", against=None)
     command.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     command.add_argument(
         "--budget", type=positive, metavar="S", help="seconds, after which the rest is left out"
@@ -114,6 +114,14 @@ def add_peers(command: argparse.ArgumentParser, known: Iterable[str]) -> None:
     )  # fmt: skip
 
 
+def add_against(command: argparse.ArgumentParser) -> None:
+    """Which other version."""
+    command.add_argument(
+        "--against", type=source_tree, metavar="DIR",
+        help="source tree of another version of cuflash, to be measured in columns of its own",
+    )  # fmt: skip
+
+
 def peers_of(chosen: argparse.Namespace) -> tuple[str, ...] | None:
     """The peers that were chosen; None where nothing was said."""
     return chosen.peers and tuple(name for name in chosen.peers if name != NONE)
@@ -125,6 +133,14 @@ def add_recipes(command: argparse.ArgumentParser) -> None:
         "--recipes", type=words(RECIPES), default=RECIPES[:2], metavar="NAME[,NAME]",
         help=f"of {', '.join(RECIPES)}; default: {','.join(RECIPES[:2])}",
     )  # fmt: skip
+
+
+def source_tree(text: str) -> str:
+    """A folder that has cuflash."""
+    folder = Path(text).resolve()
+    if not (folder / "cuflash" / "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a folder with cuflash in it")
+    return str(folder)
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -25,11 +25,14 @@ _LONGEST = 240  # characters of a reason
 
 @dataclass(frozen=True)
 class Spec:
-    """What a process runs: a module of `peers`, where its arrays lie, and its options."""
+    """What a process runs: a module of `peers`, where its arrays lie, its options, and where else
+    than here cuflash is taken from.
+    """
 
     module: str
     place: str = "cuda"
     options: Mapping[str, Any] = field(default_factory=dict)
+    tree: str = ""
 
 
 class Failed(Exception):
@@ -49,7 +52,7 @@ class Process:
         self._child = subprocess.Popen(
             [
                 *(sys.executable, "-m", "bench.worker"),
-                *(spec.module, spec.place, json.dumps(dict(spec.options))),
+                *(spec.module, spec.place, json.dumps(dict(spec.options)), spec.tree),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -189,10 +192,11 @@ class Team:
             self.absent[name] = f"ended {self._starts[name]} times, at last: {reason}"
 
     def versions(self) -> dict[str, str]:
-        """Of all that runs."""
+        """Of all that runs; those of another source tree are told by its name alone."""
         found: dict[str, str] = {}
-        for process in self._running.values():
-            found |= process.versions
+        for name, process in self._running.items():
+            if not self.specs[name].tree:
+                found |= process.versions
         return dict(sorted(found.items()))
 
     def end(self, names: Iterable[str]) -> None:

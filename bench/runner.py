@@ -17,7 +17,9 @@ def run_bench(chosen: argparse.Namespace) -> int:
     """Measure in a session, write the file, and tell what was left out; 1 where ours failed."""
     results = Results(_without_file(chosen.words))
     pace = Pace(chosen.rounds, chosen.settle_ms, chosen.window_ms)
-    session = Session(results, pace, kernel=chosen.kernel, budget_s=chosen.budget)
+    session = Session(
+        results, pace, kernel=chosen.kernel, against=chosen.against, budget_s=chosen.budget
+    )
     print(cuflash.info())
     try:
         chosen.bench(session, chosen)

@@ -21,14 +21,21 @@ _TINY = Problem(1, 1, 1, 16, 16, 16)  # for calls that are about no problem
 class Session:
     """What the benches of a run share.
 
-    `place` is ``"cuda"`` or ``"cpu"``; `deadline` is in seconds of `time.monotonic`. `faults` are
-    columns of ours that failed or were wrong.
+    `place` is ``"cuda"`` or ``"cpu"``; `against` is a source tree whose cuflash is measured too;
+    `deadline` is in seconds of `time.monotonic`. `faults` are columns of ours that failed or were
+    wrong.
     """
 
     def __init__(
-        self, results: Results, pace: Pace, *, kernel: str = "auto", budget_s: float | None = None
+        self,
+        results: Results,
+        pace: Pace,
+        *,
+        kernel: str = "auto",
+        against: str | None = None,
+        budget_s: float | None = None,
     ) -> None:
-        self.results, self.pace, self.kernel = results, pace, kernel
+        self.results, self.pace, self.kernel, self.against = results, pace, kernel, against
         self.no_gpu = device.unavailable_reason()
         self.place = "cpu" if self.no_gpu or kernel == "reference" else "cuda"
         self.started = time.monotonic()
@@ -54,8 +61,11 @@ class Session:
         return False
 
     def team(self, specs: Mapping[str, Spec]) -> Team:
-        """Their processes and a judge, started; those that can't work are noted."""
-        team = Team({**specs, columns.JUDGE: columns.judge(self.place)})
+        """Their processes and a judge, started; those that can't work are noted. With a source tree
+        to measure against, its columns too.
+        """
+        others = columns.against(specs, self.against) if self.against else {}
+        team = Team({**specs, **others, columns.JUDGE: columns.judge(self.place)})
         team.present(team.specs)
         for name, reason in team.absent.items():
             self.results.skip(name, reason)

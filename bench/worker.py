@@ -1,8 +1,9 @@
 """The process of one column: holds its arrays, and answers requests, one JSON object a line.
 
-    python -m bench.worker MODULE PLACE OPTIONS
+    python -m bench.worker MODULE PLACE OPTIONS [TREE]
 
-PLACE is cuda or cpu, where its arrays lie. It greets with its versions, or the reason why it can't
+PLACE is cuda or cpu, where its arrays lie; TREE is a folder whose modules come before others, as
+cuflash's of another version. It greets with its versions, or the reason why it can't
 work. Every request has an ``"op"``, a method of `Worker`; an answer has ``"value"``, or
 ``"error"`` and whether it is ``"unsupported"`` or ``"fatal"``. Libraries may print: what they
 print goes to standard error.
@@ -193,6 +194,7 @@ def serve(
 def main() -> None:
     """Serve on standard input and on what was standard output."""
     name, place, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    sys.path[:0] = filter(None, sys.argv[4:])  # nothing has imported cuflash yet
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(sys.stdin, answers, name, place, options)

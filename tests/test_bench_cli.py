@@ -53,6 +53,10 @@ def test_every_command_has_help_with_examples(
         (["forward", "--kernel", "sm70"], "argument --kernel: invalid choice: 'sm70'"),
         (["forward", "--budget", "-1"], "argument --budget: got '-1'; expected a number above 0"),
         (["forward", "--rounds", "0"], "argument --rounds: got '0'"),
+        (
+            ["forward", "--against", "nowhere"],
+            "argument --against: got 'nowhere'; expected a",
+        ),
         (["fp8", "--recipes", "f9"], "argument --recipes: got 'f9'; expected of f8, i8"),
         (["static", "--archs", "sm_70"], "argument --archs: got 'sm_70'; expected of sm_80"),
         (["compare", "only.json"], "the following arguments are required: NEW.json"),
@@ -168,8 +172,8 @@ def test_faults_of_ours_fail_the_command(
 
     for fault in (False, True):
         chosen = argparse.Namespace(
-            words=["forward"], rounds=1, settle_ms=1.0, window_ms=1.0, kernel="auto", budget=None,
-            json=tmp_path / "run.json", bench=bench, fault=fault,
+            words=["forward"], rounds=1, settle_ms=1.0, window_ms=1.0, kernel="auto", against=None,
+            budget=None, json=tmp_path / "run.json", bench=bench, fault=fault,
         )  # fmt: skip
         assert runner.run_bench(chosen) == fault
         assert load(chosen.json)["benches"] == {"forward": [{"a": 1}]}
@@ -182,8 +186,8 @@ def test_what_was_measured_before_an_interrupt_is_kept(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     chosen = argparse.Namespace(
-        words=["forward"], rounds=1, settle_ms=1.0, window_ms=1.0, kernel="auto", budget=None,
-        json=tmp_path / "run.json", bench=bench,
+        words=["forward"], rounds=1, settle_ms=1.0, window_ms=1.0, kernel="auto", against=None,
+        budget=None, json=tmp_path / "run.json", bench=bench,
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         runner.run_bench(chosen)

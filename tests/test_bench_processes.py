@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from bench import columns as columns_of
 from bench import processes, race
 from bench.columns import JUDGE, judge
 from bench.processes import Failed, Process, Spec, Team, tidy
@@ -107,6 +110,25 @@ def test_nothing_is_right_without_a_judge() -> None:
     with Team({"attends": spec("attends"), JUDGE: spec("is not installed")}) as team:
         row = race.run(PROBLEM, ["attends"], team, PACE, judged={"attends": "float32"})
     assert "not judged: ImportError" in row["columns"]["attends"]["wrong"]
+
+
+def test_modules_of_another_source_tree_come_first(tmp_path: Path) -> None:
+    (tmp_path / "bench_fakes.py").write_text("def versions(does): return {'fake': '0.9'}\n")
+    there = Process(replace(spec("attends"), tree=str(tmp_path)))
+    there.greet(60.0)
+    there.end()
+    assert there.versions == {"fake": "0.9"}
+    with Team({"here": spec("attends"), "there": replace(spec("attends"), tree="/")}) as team:
+        team.present(["here", "there"])
+        assert team.versions() == {"fake": "1.0"}
+
+
+def test_ours_stand_beside_those_of_another_source_tree() -> None:
+    specs = columns_of.backward("auto", ["torch-flash", "sm80"])
+    found = columns_of.against(specs, "/elsewhere")
+    assert list(found) == ["cuflash against", "sm80 against"]
+    for name, one in found.items():
+        assert one == replace(specs[name.removesuffix(" against")], tree="/elsewhere")
 
 
 def test_a_process_that_starts_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,85 @@
+"""Small calls of every kernel on compute capability 9.0, to be watched by compute-sanitizer.
+
+    compute-sanitizer --tool memcheck python tools/sanitize.py forward backward fp8
+
+Each head dim, full, causal and in a window, with and without lengths; both forms of gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+import cuflash
+
+DIMS = ((64, 64), (128, 128), (192, 192), (192, 128), (256, 256))
+MASKS: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (70, 20)})
+ENTRIES = (2, 40)  # the latter are several pieces of work for some blocks
+
+_random = cp.random.default_rng(3)
+
+
+def arrays(entries: int, dim: int, dim_v: int) -> tuple[Any, Any, Any]:
+    """q, k and v of 200 queries and 333 keys, heads in pairs that share keys."""
+    shapes = ((entries, 2, 200, dim), (entries, 1, 333, dim), (entries, 1, 333, dim_v))
+    q, k, v = (_random.standard_normal(s, dtype=np.float32).astype(np.float16) for s in shapes)
+    return q, k, v
+
+
+def cases(entries: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Head dims and options; lengths begin at 0."""
+    count = cp.arange(entries, dtype=np.int64)
+    lengths = {"q_lens": 150 * count % 201, "kv_lens": 100 * count % 334}
+    for dim, dim_v in DIMS:
+        for mask in MASKS:
+            yield dim, dim_v, mask
+            yield dim, dim_v, {**mask, **lengths}
+
+
+def forward() -> None:
+    """Both fused families."""
+    for entries in ENTRIES:
+        for dim, dim_v, options in cases(entries):
+            for kernel in ("sm90", "sm80"):
+                cuflash.attention(*arrays(entries, dim, dim_v), kernel=kernel, **options)
+
+
+def backward() -> None:
+    """Both fused families, in any order and in turn."""
+    for dim, dim_v, options in cases(2):
+        q, k, v = arrays(2, dim, dim_v)
+        for kernel in ("sm90", "sm80"):
+            out, lse = cuflash.attention(q, k, v, kernel=kernel, return_lse=True, **options)
+            for deterministic in (False, True):
+                cuflash.attention_backward(
+                    out, q, k, v, out, lse, kernel=kernel, deterministic=deterministic, **options
+                )
+
+
+def fp8() -> None:
+    """To quantise, and to attend."""
+    for dim, dim_v, options in cases(2):
+        if dim == dim_v:
+            for recipe in ("f8", "i8", "f8+"):
+                cuflash.attention_fp8(*arrays(2, dim, dim), recipe=recipe, **options)
+
+
+PARTS = {"forward": forward, "backward": backward, "fp8": fp8}
+
+
+def main() -> None:
+    """Call what the arguments name."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=PARTS)
+    for part in parser.parse_args().parts:
+        PARTS[part]()
+        cp.cuda.Device().synchronize()
+        print(part)
+
+
+if __name__ == "__main__":
+    main()
