@@ -214,9 +214,11 @@ print("CuPy" in str(cuflash.info()))
 
 
 def test_importing_is_quick() -> None:
-    """Processor time, NumPy's own import included; the first process fills the file cache. What
-    else the machine does only adds to it, so the least counts.
+    """Processor time beside that of NumPy alone, which is a part of it: machines differ, and one
+    does by the hour. The first pair fills the file cache. What else the machine does only adds.
     """
-    code = "import time; t = time.process_time(); import cuflash; print(time.process_time() - t)"
-    seconds = [float(in_fresh_process(code)) for _ in range(6)][1:]
-    assert min(seconds) < 0.3, seconds
+    code = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
+    names = ("cuflash", "numpy")
+    pairs = [[float(in_fresh_process(code.format(n))) for n in names] for _ in range(6)]
+    ours, numpys = (min(times) for times in zip(*pairs[1:], strict=True))
+    assert ours < 3 * numpys, pairs
