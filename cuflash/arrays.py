@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
 import sys
 from collections.abc import Callable, Hashable
@@ -144,8 +145,11 @@ def fingerprint(array: Any) -> Hashable:
     """All that `describe` reads of a native array, as it is: alike only where its answers are."""
     if type(array) is np.ndarray:
         return array.shape, array.strides, array.dtype, address(array) % 16
-    data = array.data
-    return array.shape, array.strides, array.dtype, data.ptr % 16, data.device_id
+    return facts_on_device(array), array.data.ptr % 16
+
+
+# Of a CuPy array, all that its fingerprint has but where it starts.
+facts_on_device = operator.attrgetter("shape", "strides", "dtype", "data.device_id")
 
 
 @functools.cache

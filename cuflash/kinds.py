@@ -68,7 +68,9 @@ class Kind:
 
     def _compute(self, operands: Operands) -> None:
         if operands.out is None:
-            operands.out = self._empty(self._out_shape, self._dtype)
+            operands.out = out = self._empty(self._out_shape, self._dtype)
+            if operands.starts:
+                operands.starts = *operands.starts[:3], out.data.ptr
         if self._lse_shape is not None:
             operands.lse = self._empty(self._lse_shape, self._lse_dtype)
         self._run(operands)
@@ -130,11 +132,13 @@ def _is_lasting(option: Any) -> bool:
     return isinstance(option, _LASTING) or (type(option) is tuple and all(map(_is_lasting, option)))
 
 
-def _start_of(name: str, operands: Operands) -> Callable[[Operands], int]:
-    """What tells where an operand of this kind starts in memory."""
-    if isinstance(getattr(operands, name), np.ndarray):
-        return lambda given: address(getattr(given, name))
-    return operator.attrgetter(f"{name}.data.ptr")
+def _starts_of(names: list[str], operands: Operands) -> Callable[[Operands], tuple[int, ...]]:
+    """What tells where operands of this kind, two at least, start in memory."""
+    if isinstance(getattr(operands, names[0]), np.ndarray):
+        return lambda given: tuple([address(getattr(given, name)) for name in names])
+    if operands.starts and names == ["q", "k", "v", "out"]:
+        return operator.attrgetter("starts")
+    return operator.attrgetter(*(f"{name}.data.ptr" for name in names))
 
 
 def _destination_checks(operands: Operands) -> list[Callable[[Operands], None]]:
@@ -152,26 +156,31 @@ def _destination_check(
     name: str, others: tuple[str, ...], operands: Operands
 ) -> Callable[[Operands], None]:
     destination = getattr(operands, name)
-    on_host, start_of_it = isinstance(destination, np.ndarray), _start_of(name, operands)
+    on_host = isinstance(destination, np.ndarray)
     low, high = reach(destination)
-    # Which others could clash with it, what tells where they start, and between which distances
-    # from it they do.
-    clashes = [
-        (other, _start_of(other, operands), low - end, high - first)
+    near = [
+        other
         for other in others
         # Lengths of the host lie elsewhere than an output on the device.
         if (array := getattr(operands, other)) is not None
         and module_of(array) is module_of(destination)
-        for first, end in [reach(array)]
+    ]
+    starts_of = _starts_of([*near, name], operands)
+    # Which others could clash with it, and between which distances from it they do.
+    clashes = [
+        (index, other, low - end, high - first)
+        for index, other in enumerate(near)
+        for first, end in [reach(getattr(operands, other))]
     ]
 
     def check(operands: Operands) -> None:
         if on_host and not getattr(operands, name).flags.writeable:
             raise ValueError(f"{name}: got a read-only array; expected one that can be written")
-        start = start_of_it(operands)
-        for other, start_of, low, high in clashes:
-            near = low < start_of(operands) - start < high
-            if near and may_overlap(getattr(operands, name), getattr(operands, other)):
+        starts = starts_of(operands)
+        start = starts[-1]
+        for index, other, low, high in clashes:
+            close = low < starts[index] - start < high
+            if close and may_overlap(getattr(operands, name), getattr(operands, other)):
                 raise ValueError(f"{name}: shares memory with {other}; expected memory of its own")
 
     return check

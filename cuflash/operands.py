@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from .arrays import NATIVE, ArrayInfo, adopt, describe, fingerprint, module_of
+from .arrays import (
+    NATIVE,
+    ArrayInfo,
+    adopt,
+    describe,
+    facts_on_device,
+    fingerprint,
+    module_of,
+)
 from .spec import AttentionSpec, Options
 from .validate import build_spec
 from .validate_backward import BackwardInfos, build_backward_spec
@@ -37,6 +45,9 @@ class Operands:
     kv_lens: Any = None
     layout: str = "bhsd"
     lse: Any = None
+    # On a GPU, where q, k, v and out (0 until it exists) start in memory: known from
+    # `fingerprints` on, since CuPy takes a while to tell.
+    starts: tuple[int, ...] = ()
 
     # What is written, and what is read, by name.
     DESTINATIONS: ClassVar[tuple[str, ...]] = ("out",)
@@ -44,17 +55,24 @@ class Operands:
 
     def fingerprints(self) -> Hashable:
         """What describes the arrays, to be compared."""
-        mask, bias, out = self.mask, self.bias, self.out
-        q_lens, kv_lens = self.q_lens, self.kv_lens
+        q, k, v, out = self.q, self.k, self.v, self.out
+        mask, bias, q_lens, kv_lens = self.mask, self.bias, self.q_lens, self.kv_lens
+        further = None
+        if not (mask is None and bias is None and q_lens is None and kv_lens is None):
+            further = _fingerprints((mask, bias, q_lens, kv_lens))
+        if np.ndarray in (type(q), type(k), type(v), type(out)):
+            return _fingerprints((q, k, v, out)), further
+        at_q, at_k, at_v = q.data.ptr, k.data.ptr, v.data.ptr
+        at_out = 0 if out is None else out.data.ptr
+        self.starts = at_q, at_k, at_v, at_out
+        unaligned = (at_q | at_k | at_v | at_out) % 16
         return (
-            fingerprint(self.q),
-            fingerprint(self.k),
-            fingerprint(self.v),
-            None if mask is None else fingerprint(mask),
-            None if bias is None else fingerprint(bias),
-            None if out is None else fingerprint(out),
-            None if q_lens is None else fingerprint(q_lens),
-            None if kv_lens is None else fingerprint(kv_lens),
+            facts_on_device(q),
+            facts_on_device(k),
+            facts_on_device(v),
+            None if out is None else facts_on_device(out),
+            unaligned and (at_q % 16, at_k % 16, at_v % 16, at_out % 16),
+            further,
         )
 
     def views(self, spec: AttentionSpec) -> Operands:
@@ -94,8 +112,7 @@ class BackwardOperands(Operands):
 
     def fingerprints(self) -> Hashable:
         """What describes the arrays, to be compared."""
-        arrays = (getattr(self, name) for name in (*self.INPUTS, *self.DESTINATIONS))
-        return tuple(None if array is None else fingerprint(array) for array in arrays)
+        return _fingerprints(getattr(self, name) for name in (*self.INPUTS, *self.DESTINATIONS))
 
     def views(self, spec: AttentionSpec) -> BackwardOperands:
         """The same memory in one form, as that of a forward pass."""
@@ -106,6 +123,10 @@ class BackwardOperands(Operands):
 
 
 _ROWS_OF_GRADIENTS = ("dout", "dq", "dk", "dv")
+
+
+def _fingerprints(arrays: Iterable[Any]) -> Hashable:
+    return tuple([None if array is None else fingerprint(array) for array in arrays])
 
 
 def adopt_all(

@@ -66,8 +66,12 @@ def test_a_launch_amid_another_has_a_struct_of_its_own(monkeypatch: pytest.Monke
 def test_an_early_launch_may_overlap_the_kernel_before(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
 
-    def driver(config: Any, function: int, arguments: int, extra: None) -> int:
-        given = config._obj
+    def driver(*pointers: ctypes.c_void_p) -> int:
+        configuration, function, arguments, extra = [pointer.value for pointer in pointers]
+        assert configuration is not None
+        assert arguments is not None
+        assert extra is None
+        given = launching._Config.from_address(configuration)
         attribute = given.attributes[0]
         struct = ctypes.c_void_p.from_address(arguments).value
         assert struct is not None

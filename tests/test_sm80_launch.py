@@ -71,7 +71,7 @@ def launch(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo, *, lse: bool = False, **opt
         for name, at in {**POINTERS, **OPTIONAL}.items()
         if name in POINTERS or name in given
     }
-    sm80.prepare(plan)(Operands(**arrays))
+    sm80.prepare(plan)(Operands(**arrays, starts=tuple(POINTERS.values())))
     return plan
 
 

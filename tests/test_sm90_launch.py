@@ -32,15 +32,17 @@ class Kernel:
     def __init__(self) -> None:
         self.name = ""
         self.blocks = self.threads = self.shared_memory = 0
+        self.early = False
         self.arguments: Any = None
         self.maps: dict[str, Layout] = {}
         self.counters = 0
 
     def launcher(
         self, kernel: Kernel, blocks: int, threads: int, shared_memory: int,
-        changing: Struct, struct: bytes,
+        changing: Struct, struct: bytes, *, early: bool,
     ) -> Callable[..., None]:  # fmt: skip
         assert kernel is self
+        self.early = early
         self.blocks, self.threads, self.shared_memory = blocks, threads, shared_memory
 
         def launch(*values: Any) -> None:
@@ -90,7 +92,7 @@ def launch(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo, *, lse: bool = False, **opt
         for name, at in {**ARRAYS, **OPTIONAL}.items()
         if name in ARRAYS or name in given
     }
-    sm90.prepare(plan)(Operands(**arrays))
+    sm90.prepare(plan)(Operands(**arrays, starts=tuple(ARRAYS.values())))
     return plan
 
 
@@ -136,7 +138,7 @@ def test_every_argument_reaches_the_kernel(kernel: Kernel) -> None:
         "score": "float", "lagging": True, "first": False, "stages": 2,
         "head_dim": 64, "head_dim_v": 64, "keys": 128, "groups": 3,
         "cluster": 1, "resident": 1, "ping_pong": True, "out_in_place": False, "bounded": True,
-        "left": False, "scores": 0, "lengths": False, "shared_memory": 113 * 1024,
+        "dynamic": True, "left": False, "scores": 0, "lengths": False, "shared_memory": 113 * 1024,
     }  # fmt: skip
 
 
@@ -183,12 +185,28 @@ def test_pointers_that_are_not_given_are_null(names: tuple[str, ...], kernel: Ke
     assert ("_lengths_" in kernel.name) == bool(names)
 
 
-def test_counters_are_for_work_by_tickets_alone(kernel: Kernel) -> None:
-    info = ArrayInfo((2, 6, 300, 64))
-    assert launch(info, info, info).tiling.workspace == 0
-    assert (kernel.counters, int(kernel.arguments["counter"])) == (0, 0)
-    assert launch(info, info, info, window=(5, 5)).tiling.workspace == 4
-    assert (kernel.counters, int(kernel.arguments["counter"])) == (1, COUNTER)
+@pytest.mark.parametrize(
+    ("head_dim", "length", "options", "drawn"),
+    [
+        (64, 300, {}, True),
+        (64, 3000, {}, True),
+        (128, 300, {}, False),
+        (128, 300, {"window": (5, 5)}, True),
+        (128, 300, {"kv_lens": [1, 300]}, True),
+        (256, 300, {"q_lens": [1, 300]}, True),
+        (256, 3000, {"q_lens": [1, 300]}, False),  # a pair of blocks
+    ],
+)
+def test_work_is_drawn_where_it_takes_unequal_times(
+    kernel: Kernel, head_dim: int, length: int, options: dict[str, Any], drawn: bool
+) -> None:
+    info = ArrayInfo((2, 6, length, head_dim))
+    plan = launch(info, info, info, **options)
+    assert plan.tiling.workspace == 4 * drawn
+    assert (kernel.counters, int(kernel.arguments["counter"])) == (drawn, COUNTER * drawn)
+    assert config(plan)["dynamic"] == drawn
+    assert kernel.early == drawn
+    assert ("work by tickets" in plan.tiling.note) == drawn
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ using cuflash::Arguments;
 extern "C" {
 __global__ void __launch_bounds__(cuflash::CHUNK_THREADS, cuflash::CHUNKS_AT_ONCE)
     cuflash_fp8_statistics(const __grid_constant__ Arguments a) {
-    cuflash::let_next_kernel_start();
+    // In this order: codes read q, k and v before they wait, and may start once this kernel has.
+    cuflash::await_kernel_before(), cuflash::let_next_kernel_start();
     cuflash::take_statistics(a);
 }
 __global__ void __launch_bounds__(cuflash::SUMMARY_THREADS) cuflash_fp8_summary(const __grid_constant__ Arguments a) {

@@ -25,7 +25,7 @@ struct Config {
     static constexpr bool PING_PONG = CONFIG_PING_PONG;  // warpgroups take turns to issue products
     static constexpr bool OUT_IN_PLACE = CONFIG_OUT_IN_PLACE;  // of V's last two tiles; else it has a buffer of its own
     static constexpr bool BOUNDED = CONFIG_BOUNDED;        // causal or window
-    static constexpr bool DYNAMIC = BOUNDED;               // work by tickets drawn, else by a static stride
+    static constexpr bool DYNAMIC = CONFIG_DYNAMIC;        // work by tickets drawn, else by a static stride
     static constexpr bool SKIPS = BOUNDED && BN < 64 * GROUPS;  // some warpgroups have tiles that they pass over
     static constexpr bool LEFT = CONFIG_LEFT;              // a window with a left bound
     static constexpr int SCORES = CONFIG_SCORES;           // 0: as they are; 1: multiplied first; 2: capped too

@@ -21,6 +21,7 @@ __device__ __forceinline__ void forward(const Arguments& a) {
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the compiler has to know that a warp has one
     const int rank = Config::CLUSTER > 1 ? int(cluster_rank()) : 0;
     if (threadIdx.x == 0) {
+        prefetch_map(a.q), prefetch_map(a.k), prefetch_map(a.v), prefetch_map(a.out);
         for (int i = 0; i < Config::STAGES; ++i) {
             barrier_init(base + Shared::k_full + 8 * i, 1);
             barrier_init(base + Shared::v_full + 8 * i, 1);
@@ -45,15 +46,12 @@ __device__ __forceinline__ void forward(const Arguments& a) {
     else
         __syncthreads();
 
-    if (Config::EIGHT) await_kernel_before();
+    await_kernel_before(), let_next_kernel_start();
 
     if (group == 0) {
         give_registers<Config::PRODUCER_REGISTERS>();
         if (threadIdx.x < 32) {
-            if (elected()) {
-                prefetch_map(a.q), prefetch_map(a.k), prefetch_map(a.v), prefetch_map(a.out);
-                produce(base, rank, a);
-            }
+            if (elected()) produce(base, rank, a);
             __syncwarp();
         }
     } else {

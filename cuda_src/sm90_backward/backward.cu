@@ -23,8 +23,8 @@ __device__ __forceinline__ void backward(const Arguments& a) {
     const u32 base = shared_address(shared);
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the compiler has to know that a warp has one
     if (threadIdx.x == 0) {
-        // Of those that multiply, each thread tells that it has read row statistics, which come with Q, and each warp that
-        // its products have read tiles.
+        // Of those that multiply, each thread tells that it has read row statistics, which come with Q, or a record of work,
+        // and each warp that its products have read tiles.
         constexpr int THREADS = 128 * Config::GROUPS, WARPS = THREADS / 32;
         for (int i = 0; i < Config::Q_STAGES; ++i) {
             barrier_init(base + Shared::q_full + 8 * i, 1);
@@ -42,12 +42,12 @@ __device__ __forceinline__ void backward(const Arguments& a) {
         barrier_init(base + Shared::scores_full, 128), barrier_init(base + Shared::all, THREADS);
         for (int i = 0; i < 2; ++i) {
             barrier_init(base + Shared::work_full + 8 * i, 1);
-            barrier_init(base + Shared::work_empty + 8 * i, WARPS + 3);  // and adders, keys' producer
+            barrier_init(base + Shared::work_empty + 8 * i, THREADS + 3);  // and adders, keys' producer
         }
         publish_barriers();
     }
     __syncthreads();
-    await_kernel_before();
+    await_kernel_before(), let_next_kernel_start();
 
     if (group == 0) {
         give_registers<Config::PRODUCER_REGISTERS>();

@@ -37,7 +37,7 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
 // What the gradient of a row's weights lacks, sum(dO * O); LSE in units of log2, +inf for a row that sees no key or is none,
 // so that its weights are 0; dQ and counters start at 0.
 __device__ __forceinline__ void prepare_rows(const Arguments& a) {
-    let_next_kernel_start();
+    await_kernel_before(), let_next_kernel_start();
     const QueryTile tile(a);
     const int lane = threadIdx.x % LANES;
     const float infinity = -minus_infinity();
@@ -73,7 +73,7 @@ __device__ __forceinline__ void prepare_rows(const Arguments& a) {
 __device__ __forceinline__ void finish_rows(const Arguments& a) {
     constexpr int WIDTH = Config::D + 8;  // elements: rows start in different banks
     __shared__ __align__(16) u16 rounded[Config::BM * WIDTH];
-    await_kernel_before();
+    await_kernel_before(), let_next_kernel_start();
     const QueryTile tile(a);
     const float4* sums = reinterpret_cast<const float4*>(a.sums) + i64(blockIdx.x) * (Config::BM * Config::D / 4);
 #pragma unroll 8

@@ -106,7 +106,7 @@ struct Work {
 };
 static_assert(sizeof(Work) == 64, "one record of the ring");
 
-// A reader of the ring of records: a whole WARP, of which one thread counts, or one thread.
+// A reader of the ring of records: a thread by itself, or with its whole WARP.
 template <bool WARP>
 struct Works {
     Place<2> place{0};
@@ -120,10 +120,10 @@ struct Works {
     // Once more, until it is released: it need not be kept in registers.
     __device__ __forceinline__ void read(Work& work, u32 base) const {
         work.get(base + Shared::works + 64 * place.slot);
-        if (WARP) work.make_uniform();  // all of the warp have read it then
+        if (WARP) work.make_uniform();
     }
     __device__ __forceinline__ void release(u32 base) {
-        if (!WARP || threadIdx.x % 32 == 0) barrier_arrive(base + Shared::work_empty + 8 * place.slot);
+        barrier_arrive(base + Shared::work_empty + 8 * place.slot);
         place.next();
     }
 };

@@ -169,10 +169,7 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
         if kv_lens is not None:
             kv_lens = lengths_on_device("kv_lens", kv_lens)
         queue(
-            operands.q.data.ptr,
-            operands.k.data.ptr,
-            operands.v.data.ptr,
-            operands.out.data.ptr,
+            *operands.starts,
             0 if lse is None else lse.data.ptr,
             0 if q_lens is None else q_lens.data.ptr,
             0 if kv_lens is None else kv_lens.data.ptr,

@@ -81,10 +81,10 @@ def plan(spec: AttentionSpec, device: Device) -> Tiling:
         note += f", {tile.resident} blocks on a multiprocessor"
     if tile.cluster > 1:
         note += f", clusters of {tile.cluster}"
-    if variant.bounded:
+    if variant.dynamic:
         note += ", work by tickets"
     q_rows = tile.groups * cut.rows
-    return Tiling(q_rows, tile.keys, cut.pack, 4 if variant.bounded else 0, note, launch)
+    return Tiling(q_rows, tile.keys, cut.pack, 4 if variant.dynamic else 0, note, launch)
 
 
 def prepare(plan: Plan) -> Callable[[Operands], None]:
@@ -92,17 +92,19 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
     assert launch is not None
     variant = _Variant.of(spec)
     kernel = module.load(launch.module, plan.device).function(launch.module.name)
+    # What starts early has blocks that come late, one by one, which those with a static stride of
+    # work would wait for.
     queue = launcher(
         kernel, launch.blocks, launch.threads, launch.shared_memory, _CHANGING,
-        _lasting_arguments(spec, variant).tobytes(),
+        _lasting_arguments(spec, variant).tobytes(), early=variant.dynamic,
     )  # fmt: skip
     of_name = _layouts(spec, variant)
     layouts = [of_name[name] for name in _MAPS]
-    counters = tickets.counters(plan.device.index) if variant.bounded else None
+    counters = tickets.counters(plan.device.index) if variant.dynamic else None
 
     @functools.lru_cache(maxsize=256)
-    def maps_at(*addresses: int) -> bytes:
-        return b"".join(map(tensormap.at, layouts, addresses))
+    def maps_at(starts: tuple[int, ...]) -> bytes:
+        return b"".join(map(tensormap.at, layouts, starts))
 
     def run(operands: Operands) -> None:
         lse, q_lens, kv_lens = operands.lse, operands.q_lens, operands.kv_lens
@@ -111,12 +113,7 @@ def prepare(plan: Plan) -> Callable[[Operands], None]:
         if kv_lens is not None:
             kv_lens = lengths_on_device("kv_lens", kv_lens)
         queue(
-            maps_at(
-                operands.q.data.ptr,
-                operands.k.data.ptr,
-                operands.v.data.ptr,
-                operands.out.data.ptr,
-            ),
+            maps_at(operands.starts),
             0 if lse is None else lse.data.ptr,
             0 if q_lens is None else q_lens.data.ptr,
             0 if kv_lens is None else kv_lens.data.ptr,
@@ -180,6 +177,12 @@ class _Variant:
         left = spec.left is not None
         return cls(*pair, spec.dtype, bounded, left, scores, lengths, tile)
 
+    @property
+    def dynamic(self) -> bool:
+        """Whether blocks draw their work, since it takes them unequal times or the tile says so."""
+        tile = self.tile
+        return self.bounded or (tile.cluster == 1 and (self.lengths or tile.tickets))
+
 
 @functools.lru_cache(maxsize=1024)  # the same for every length
 def _specialisation(variant: _Variant) -> Specialisation:
@@ -216,6 +219,7 @@ def _specialisation(variant: _Variant) -> Specialisation:
         ("out_in_place", tile.out_in_place),
         ("bounded", variant.bounded),
         ("resident", tile.resident),
+        ("dynamic", variant.dynamic),
         ("left", variant.left),
         ("scores", variant.scores),
         ("lengths", variant.lengths),

@@ -135,6 +135,11 @@ class Variant:
         )
 
     @property
+    def dynamic(self) -> bool:
+        """Whether blocks draw their work, because it takes them unequal times."""
+        return self.bounded or self.lengths
+
+    @property
     def tile(self) -> Tile:
         return (_TILES_WITH_FIRST if self.first else _TILES)[self.head_dim]
 
@@ -179,6 +184,7 @@ def specialisation(variant: Variant) -> Specialisation:
         ("ping_pong", False),
         ("out_in_place", False),
         ("bounded", variant.bounded),
+        ("dynamic", variant.dynamic),
         ("left", variant.left),
         ("scores", 0),
         ("lengths", variant.lengths),
@@ -221,7 +227,7 @@ def plan(spec: AttentionSpec, recipe: Fp8Recipe, device: Device) -> Tiling:
         threads=128 * (tile.groups + 1),
         shared_memory=variant.shared_memory,
     )
-    note = f"{tile.groups} warpgroups" + (", work by tickets" if variant.bounded else "")
+    note = f"{tile.groups} warpgroups" + (", work by tickets" if variant.dynamic else "")
     workspace = Shapes.of(spec, variant.head_dim).places["end"]
     return Tiling(tile.groups * cut.rows, REFERENCE_KEYS, cut.pack, workspace, note, launch)
 
@@ -246,7 +252,7 @@ def prepare(
         arguments.tobytes(), early=True,
     )  # fmt: skip
     layouts = _layouts(spec, variant, cut, shapes)
-    counters = tickets.counters(device.index) if variant.bounded else None
+    counters = tickets.counters(device.index) if variant.dynamic else None
 
     def run(codes: Codes, out: int, lse: int, q_lens: int, kv_lens: int) -> None:
         addresses = (codes.q_codes, codes.k_codes, codes.v_codes, out, codes.first_values)

@@ -25,6 +25,7 @@ class Tile:
     resident: int = 1  # blocks on a multiprocessor
     ping_pong: bool = False  # warpgroups take turns to issue products
     out_in_place: bool = False  # the output leaves through V's shared memory, not its own
+    tickets: bool = False  # blocks draw their work even where each piece takes as long
     capped_takes: int = 0  # keys whose registers it takes to cap scores
     why: str = ""
 
@@ -108,8 +109,10 @@ _ANY = 1 << 31  # keys: more than there are
 # 4,096 with head dims of 192; 512, 1,024, 2,048, 4,096 and 16,384 with 256.
 _FULL = {
     (64, 64): (
-        (1024, Tile(64, 2, resident=2, why="1.11; one block of 128 keys 1.09")),
-        (_ANY, Tile(128, 3, ping_pong=True, capped_takes=16, why="1.05, 1.06; 112 keys 1.02")),
+        (1024, Tile(64, 2, resident=2, tickets=True,
+                    why="1.11; one block of 128 keys 1.09; no tickets 5 % slower")),
+        (_ANY, Tile(128, 3, ping_pong=True, tickets=True, capped_takes=16,
+                    why="1.05, 1.06; 112 keys 1.02; no tickets 0 to 2 % slower")),
     ),
     (96, 96): ((_ANY, Tile(112, 3, ping_pong=True, capped_takes=16, why="1.20; 2 groups 1.13")),),
     (128, 128): (

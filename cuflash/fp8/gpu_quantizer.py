@@ -186,8 +186,7 @@ def prepare(
     queues = []
     for name, cut in _cuts(recipe, shapes, device.sm_count or _SMS).items():
         kernel = loaded.function(f"cuflash_fp8_{name}")
-        early = name != "statistics"
-        queues.append(launcher(kernel, *cut, _CHANGING, struct, early=early))
+        queues.append(launcher(kernel, *cut, _CHANGING, struct, early=True))
     places = shapes.places
     size = (places["end"],)
     offsets = [places[name] for name in _ARRAYS]

@@ -89,35 +89,38 @@ def _early_launch(
     attribute = _Attribute(id=_ALLOWED)
     attribute.value[0] = 1
     queue = _driver_launch()
-    spare: list[tuple[tuple[Any, Any, int], _Config]] = []
+    # ctypes passes objects of its own on as they are, and has to convert others in each call.
+    address, nothing = ctypes.c_void_p(function.ptr), ctypes.c_void_p()
+    spare: list[tuple[Any, ...]] = []
+
+    def another() -> tuple[Any, ...]:
+        held, pointer, at = _copy(struct)
+        config = _Config(
+            grid=(blocks, 1, 1), block=(threads, 1, 1), shared_memory=shared_memory,
+            attributes=ctypes.pointer(attribute), count=1,
+        )  # fmt: skip
+        addresses = ctypes.c_void_p(ctypes.addressof(config)), ctypes.c_void_p(at)
+        return held, config, *addresses, (pointer, function)  # the last to be kept
 
     def launch(*values: Any) -> None:
         try:
-            copy, config = spare.pop()
+            copy = spare.pop()
         except IndexError:
-            copy = _copy(struct)
-            config = _Config(
-                grid=(blocks, 1, 1), block=(threads, 1, 1), shared_memory=shared_memory,
-                attributes=ctypes.pointer(attribute), count=1,
-            )  # fmt: skip
-        changing.pack_into(copy[0], 0, *values)
+            copy = another()
+        held, config, configuration, arguments, _ = copy
+        changing.pack_into(held, 0, *values)
         config.stream = get_current_stream().ptr
-        status = queue(ctypes.byref(config), function.ptr, copy[2], None)
+        status = queue(configuration, address, arguments, nothing)
         if status:
             raise driver.CUDADriverError(status)
-        spare.append((copy, config))
+        spare.append(copy)
 
     return launch
 
 
 @functools.cache
 def _driver_launch() -> Any:
-    function: Any = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    function.argtypes = (
-        ctypes.POINTER(_Config), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
-    )  # fmt: skip
-    function.restype = ctypes.c_int
-    return function
+    return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx  # answers an int, by ctypes' own default
 
 
 def _copy(struct: bytes) -> tuple[Any, Any, int]:

@@ -97,7 +97,7 @@ def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
     queues = [
         launcher(loaded.function(name), *shape, _CHANGING, struct, early=early)
         for name, shape, early in (
-            ("cuflash_bwd_prepare", rows, False),
+            ("cuflash_bwd_prepare", rows, variant.tile.early),
             (launch.module.name, (launch.blocks, launch.threads, launch.shared_memory), True),
             ("cuflash_bwd_finish", rows, True),
         )

@@ -25,6 +25,7 @@ class Tile:
     panel: int = 64  # columns that lie together in shared memory, and are copied at a time
     o_stages: int = 2  # tiles of dO in flight
     dq_chunks: int = 1  # in which it is multiplied and handed on
+    early: bool = False  # rows are prepared from when the last blocks of the kernel before end
     why: str = ""
 
     @property
@@ -97,8 +98,10 @@ def infeasible(tile: Tile, head_dim: int, head_dim_v: int) -> list[str]:
 # By buckets of (head_dim, head_dim_v). Ratios are to cuDNN's backward pass on an H200: float16,
 # batch * seq = 16,384, hidden of 2,048, 4k and 16k tokens.
 _TILES = {
-    (64, 64): Tile(128, lines=True, why="1.16, 1.19 full, 1.25, 1.21 causal"),
-    (128, 128): Tile(64, why="1.10, 1.11 full, 1.17, 1.15 causal; 80 queries 1.06 to 1.13"),
+    (64, 64): Tile(128, lines=True, early=True, why="1.16, 1.19 full, 1.25, 1.21 causal; not early "
+                   "to 2 % slower"),
+    (128, 128): Tile(64, why="1.10, 1.11 full, 1.17, 1.15 causal; 80 queries 1.06 to 1.13; early 1 "
+                     "to 4 % slower"),
     (192, 128): Tile(64, parted=True, panel=32, why="dK and dV of 64 keys in one thread spill"),
     (192, 192): Tile(64, parted=True, panel=32, why="1.31 to 1.56; half of dQ has whole panels of "
                      "32"),
