@@ -107,8 +107,12 @@ def launcher(
 
 
 @functools.cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="cuflash_emulated_")  # until the process ends
+
+
 def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="cuflash_emulated_"))
+    return Path(_temporary().name)
 
 
 @functools.cache
