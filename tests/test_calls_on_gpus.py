@@ -138,23 +138,42 @@ def test_the_alignment_of_a_gpu_array_chooses_the_kernel(gpus: Gpus, checked: li
     assert len(checked) == len(gpus.loads) == 2, "the third lies on 16 bytes as the first does"
 
 
-def test_out_on_a_gpu_is_looked_at_in_each_call(gpus: Gpus, checked: list[Any]) -> None:
+@pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "out"])
+def test_the_alignment_of_each_gpu_array_is_looked_at(
+    which: int, gpus: Gpus, checked: list[Any]
+) -> None:
+    """In a call after one of arrays that all lie on 16 bytes, and of others that do not."""
+    starts = [(i + 1) << 24 for i in range(4)]
+    others = [at + 2 * (i != which) for i, at in enumerate(starts)]
+    for places in (starts, others, [at + 2 * (i == which) for i, at in enumerate(starts)]):
+        q, k, v, out = (gpus.array(at, (2, 4, 33, 64)) for at in places)
+        assert cuflash.attention(q, k, v, out=out) is out
+        given = gpus.launches[-1][2]
+        assert [int(given[name]) for name in ("q", "k", "v", "out")] == places
+    assert len(checked) == 3
+
+
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_out_on_a_gpu_is_looked_at_in_each_call(
+    with_lengths: bool, gpus: Gpus, checked: list[Any]
+) -> None:
     q, k, v = on(gpus, 0)
     end = q.data.ptr + q.nbytes
     good = gpus.array(1 << 30, q.shape)
     lens = gpus.array(1 << 29, (2,), np.int64)
-    options: dict[str, Any] = {"kv_lens": lens}
+    options: dict[str, Any] = {"kv_lens": lens} if with_lengths else {}
     assert cuflash.attention(q, k, v, out=good, **options) is good
     for name, at in (("q", end - 16), ("k", k.data.ptr), ("v", v.data.ptr - 16)):
         with pytest.raises(ValueError, match=f"^out: shares memory with {name};"):
             cuflash.attention(q, k, v, out=gpus.array(at, q.shape), **options)
-    with pytest.raises(ValueError, match=r"^out: shares memory with kv_lens;"):
-        cuflash.attention(q, k, v, out=gpus.array((1 << 29) - 16, q.shape), **options)
+    if with_lengths:
+        with pytest.raises(ValueError, match=r"^out: shares memory with kv_lens;"):
+            cuflash.attention(q, k, v, out=gpus.array((1 << 29) - 16, q.shape), **options)
     assert len(gpus.launches) == 1
     beside = gpus.array(end, q.shape)
     assert cuflash.attention(q, k, v, out=beside, **options) is beside
     assert int(gpus.launches[-1][2]["out"]) == end
-    assert int(gpus.launches[-1][2]["kv_lens"]) == 1 << 29
+    assert int(gpus.launches[-1][2]["kv_lens"]) == with_lengths << 29
     assert len(checked) == 1
 
 

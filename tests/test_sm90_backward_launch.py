@@ -92,6 +92,15 @@ def reasons(**arrays: Any) -> list[str]:
     return dispatch.reasons_against("sm90", plan.spec, HOPPER)
 
 
+@pytest.mark.parametrize(("head_dim", "early"), [(64, True), (128, False), (256, False)])
+def test_rows_are_prepared_early_where_it_is_faster(
+    head_dim: int, early: bool, kernels: Kernels
+) -> None:
+    info = ArrayInfo((2, 6, 300, head_dim))
+    launch(info, info, info)
+    assert [kernel[-1] for kernel in kernels.queued] == [early, True, True]
+
+
 def test_three_kernels_follow_each_other(kernels: Kernels) -> None:
     q, k = ArrayInfo((2, 6, 300, 128)), ArrayInfo((2, 2, 500, 128))
     plan = launch(q, k, k, causal=True)

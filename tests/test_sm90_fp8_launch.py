@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from struct import Struct
@@ -96,6 +97,21 @@ def test_every_argument_reaches_the_kernel(kernel: Kernel) -> None:
     assert {name: int(found[name]) for name in given} == given
     assert found["factor"] == np.float32(0.25 / np.log(2))
     assert kernel.blocks == min(132, found["tickets"])
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths", "drawn"),
+    [({}, False, False), ({}, True, True), ({"causal": True}, False, True)],
+)
+def test_work_is_drawn_where_it_takes_unequal_times(
+    options: dict[str, Any], lengths: bool, drawn: bool, kernel: Kernel
+) -> None:
+    spec, recipe = dataclasses.replace(spec_of(**options), has_kv_lens=lengths), PRESETS["f8"]
+    assert int(kernel.run(spec, recipe)["counter"]) == COUNTER * drawn
+    tiling = sm90_fp8.plan(spec, recipe, HOPPER)
+    assert ("work by tickets" in tiling.note) == drawn
+    assert tiling.launch is not None
+    assert dict(tiling.launch.module.config)["dynamic"] == drawn
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -307,26 +307,23 @@ inline u32 rounded(float x, Bfloat16) {
     const u32 bits = __float_as_uint(x);
     return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+// A size of so many binary digits after the first, as bits from exponent `least` on; below it there are fewer digits.
+inline u32 bits_of(float size, int digits, int least) {
+    const int exponent = size < std::ldexp(1.f, least) ? least : std::ilogb(size);
+    return u32(exponent - least << digits) + u32(std::nearbyint(std::ldexp(size, digits - exponent)));
+}
 inline u32 rounded(float x, Float16) {
-    const u32 sign = __float_as_uint(x) >> 31 << 15;
     const float size = std::fabs(x);
     if (std::isnan(x)) return 0x7fff;
-    if (size >= 65520.f) return sign | 0x7c00;
-    const int exponent = size < 0x1p-14f ? -14 : std::ilogb(size);
-    const u32 count = u32(std::nearbyint(std::ldexp(size, 10 - exponent)));  // 1024 to 2048, or less below 2^-14
-    return sign | (exponent == -14 && count < 1024 ? count : u32((exponent + 15) << 10) + (count - 1024));
+    return __float_as_uint(x) >> 31 << 15 | (size >= 65520.f ? 0x7c00 : bits_of(size, 10, -14));
 }
 template <class Element>
 inline u32 pack(float low, float high, Element element) { return rounded(low, element) | rounded(high, element) << 16; }
 
 inline u32 rounded(float x, E4m3) {
-    const u32 sign = __float_as_uint(x) >> 31 << 7;
     const float size = std::fabs(x);
     if (std::isnan(x)) return 0x7f;
-    if (size >= 448.f) return sign | 0x7e;
-    const int exponent = size < 0x1p-6f ? -6 : std::ilogb(size);
-    const u32 count = u32(std::nearbyint(std::ldexp(size, 3 - exponent)));  // 8 to 16, or less below 2^-6
-    return sign | (exponent == -6 && count < 8 ? count : u32((exponent + 7) << 3) + (count - 8));
+    return __float_as_uint(x) >> 31 << 7 | (size >= 448.f ? 0x7e : bits_of(size, 3, -6));
 }
 inline u32 pack(float first, float second, float third, float fourth, E4m3 element) {
     const u32 low = rounded(first, element) | rounded(second, element) << 8;
