@@ -1,9 +1,9 @@
-"""Small calls of every kernel on compute capability 9.0, to be watched by compute-sanitizer.
+"""Small calls of the fused kernels on compute capability 9.0, to be watched by compute-sanitizer.
 
     compute-sanitizer --tool memcheck python tools/sanitize.py forward backward fp8
     compute-sanitizer --tool racecheck python tools/sanitize.py backward --kernels sm80 --dims 128
 
-Each head dim, full, causal and in a window, with and without lengths; both forms of gradients.
+Head dims from 64 to 256, full, causal and in a window, with and without lengths; both forms of gradients.
 """
 
 from __future__ import annotations
