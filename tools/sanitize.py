@@ -3,7 +3,8 @@
     compute-sanitizer --tool memcheck python tools/sanitize.py forward backward fp8
     compute-sanitizer --tool racecheck python tools/sanitize.py backward --kernels sm80 --dims 128
 
-Head dims from 64 to 256, full, causal and in a window, with and without lengths; both forms of gradients.
+Head dims from 64 to 256, full, causal and in a window, with and without lengths; both forms of
+gradients.
 """
 
 from __future__ import annotations
