@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from . import calls, kinds
 from .arrays import describe
@@ -15,14 +15,15 @@ from .operands import ARRAY_OPTIONS, Operands, adopt_all, adopt_backward, spec_o
 from .plan import Plan
 from .runtime.device import Device, named, of_array
 from .spec import OPTION_NAMES, Options
-from .validate import check_option_names, checks_option_names, flag
+from .validate import check_option_names, flag, without_unknown
 from .validate_backward import BACKWARD_OPTION_NAMES
 
+_NO_DROPOUT = 0.0  # to be compared as an object, in which no type is in question
 _GRADIENT_ARRAYS = ("dout", "lse", "dq", "dk", "dv")
 _BACKWARD_EXPLAINED = tuple(dict.fromkeys((*BACKWARD_OPTION_NAMES, "out", *_GRADIENT_ARRAYS)))
 
 
-@checks_option_names(("q", "k", "v"), OPTION_NAMES)
+@without_unknown
 def attention(
     q: Any,
     k: Any,
@@ -40,13 +41,14 @@ def attention(
     block_mask: Any = None,
     q_lens: Any = None,
     kv_lens: Any = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = _NO_DROPOUT,
     seed: Any = None,
     layout: str = "bhsd",
     return_lse: bool = False,
     out: Any = None,
     kernel: str = "auto",
     deterministic: bool = False,
+    **unknown: NoReturn,
 ) -> Any:
     """Exact attention, ``softmax(q @ k.swapaxes(-1, -2) * scale) @ v``.
 
@@ -136,6 +138,8 @@ def attention(
     >>> cuflash.attention(q, k, v, causal=True).shape
     (8, 100, 64)
     """
+    if unknown:
+        check_option_names("attention", unknown, OPTION_NAMES)
     if type(q) is Fp8Tensor:
         return attention_of_tensors(
             q, k, v,
@@ -155,11 +159,13 @@ def attention(
     # first, so that values are compared with values of their own types only.
     key = (
         operands.fingerprints(),
-        type(scale), type(causal), type(causal_align), type(softcap), type(alibi_slopes),
-        type(sinks), type(block_mask), type(dropout_p), type(seed), type(layout), type(return_lse),
-        type(kernel), type(deterministic), None if window is None else _types(window),
-        scale, causal, causal_align, softcap, alibi_slopes, sinks, block_mask, dropout_p, seed,
-        layout, return_lse, kernel, deterministic, window,
+        type(scale), type(causal), type(causal_align), type(softcap), type(layout),
+        type(return_lse), type(kernel), type(deterministic),
+        None if window is None else _types(window),
+        scale, causal, causal_align, softcap, layout, return_lse, kernel, deterministic, window,
+        None if alibi_slopes is sinks is block_mask is seed is None and dropout_p is _NO_DROPOUT
+        else (type(alibi_slopes), type(sinks), type(block_mask), type(dropout_p), type(seed),
+              alibi_slopes, sinks, block_mask, dropout_p, seed),
     )  # fmt: skip
     call = kinds.find(key)
     if call is None:

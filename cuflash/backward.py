@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from . import calls, kinds
 from .fp8.tensors import Fp8Tensor
 from .operands import adopt_all, adopt_backward
 from .spec import OPTION_NAMES, Options
-from .validate import checks_option_names
+from .validate import check_option_names, without_unknown
 from .validate_backward import BACKWARD_OPTION_NAMES
 
 Vjp = Callable[..., tuple[Any, Any, Any]]
 _VJP_OPTION_NAMES = tuple(name for name in OPTION_NAMES if name not in ("return_lse", "out"))
 
 
-@checks_option_names(("dout", "q", "k", "v", "out", "lse"), BACKWARD_OPTION_NAMES)
+@without_unknown
 def attention_backward(
     dout: Any,
     q: Any,
@@ -45,6 +45,7 @@ def attention_backward(
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
+    **unknown: NoReturn,
 ) -> tuple[Any, Any, Any]:
     """Gradients of ``sum(attention(q, k, v, ...) * dout)`` by q, k and v.
 
@@ -115,6 +116,8 @@ def attention_backward(
     >>> dq.shape, dk.shape
     ((8, 100, 64), (2, 100, 64))
     """
+    if unknown:
+        check_option_names("attention_backward", unknown, BACKWARD_OPTION_NAMES)
     _refuse_fp8(q)
     forward = adopt_all(q, k, v, mask, bias, out, q_lens, kv_lens, layout)
     if out is None:
@@ -143,7 +146,7 @@ def attention_backward(
     return first, second, third
 
 
-@checks_option_names(("q", "k", "v"), _VJP_OPTION_NAMES)
+@without_unknown
 def attention_vjp(
     q: Any,
     k: Any,
@@ -166,6 +169,7 @@ def attention_vjp(
     layout: str = "bhsd",
     kernel: str = "auto",
     deterministic: bool = False,
+    **unknown: NoReturn,
 ) -> tuple[Any, Vjp]:
     """Attention, and the function that takes a gradient by its result to those by q, k and v.
 
@@ -204,6 +208,8 @@ def attention_vjp(
     >>> out, vjp = cuflash.attention_vjp(q, k, v, causal=True)
     >>> dq, dk, dv = vjp(np.ones_like(out))
     """
+    if unknown:
+        check_option_names("attention_vjp", unknown, _VJP_OPTION_NAMES)
     _refuse_fp8(q)
     operands = adopt_all(q, k, v, mask, bias, None, q_lens, kv_lens, layout)
     options = Options(

@@ -39,6 +39,8 @@ class Kind:
         self._lse_shape = lse_shape if spec.return_lse else None
         self._lse_dtype = np.float64 if spec.dtype == "float64" else np.float32
         self._destination_checks = _destination_checks(operands)
+        has_lengths = operands.q_lens is not None or operands.kv_lens is not None
+        self._is_checked = has_lengths or bool(self._destination_checks)
         self._run: Callable[[Operands], None] = _nothing_to_compute
 
     def check(self, operands: Operands) -> None:
@@ -59,7 +61,8 @@ class Kind:
 
     def run(self, operands: Operands) -> None:
         """Compute the results of one call, allocated here where needed."""
-        self.check(operands)
+        if self._is_checked:
+            self.check(operands)
         if self._current_index() == self._index:
             self._compute(operands)
         else:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .arrays import (
+    CONTIGUITY,
     NATIVE,
     ArrayInfo,
     adopt,
@@ -65,12 +66,19 @@ class Operands:
         at_q, at_k, at_v = q.data.ptr, k.data.ptr, v.data.ptr
         at_out = 0 if out is None else out.data.ptr
         self.starts = at_q, at_k, at_v, at_out
+        is_contiguous = (
+            getattr(q, CONTIGUITY, False)
+            and getattr(k, CONTIGUITY, False)
+            and getattr(v, CONTIGUITY, False)
+            and (out is None or getattr(out, CONTIGUITY, False))
+        )
         unaligned = (at_q | at_k | at_v | at_out) % 16
         return (
             facts_on_device(q),
             facts_on_device(k),
             facts_on_device(v),
             None if out is None else facts_on_device(out),
+            is_contiguous or (q.strides, k.strides, v.strides, None if out is None else out.strides),
             unaligned and (at_q % 16, at_k % 16, at_v % 16, at_out % 16),
             further,
         )

@@ -7,11 +7,11 @@ all of them hold.
 from __future__ import annotations
 
 import difflib
-import functools
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,8 +28,7 @@ _AXES = {2: "(seq, dim)", 3: "(heads, seq, dim)", 4: "(batch, heads, seq, dim)"}
 # In the signature so that calls written today keep their meaning; no family computes them yet.
 _NOT_YET = ("alibi_slopes", "sinks", "block_mask", "seed")
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def build_spec(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo, options: Options) -> AttentionSpec:
@@ -111,26 +110,16 @@ def check_option_names(
             ) from None  # Python's own error may be on its way, and says less
 
 
-def checks_option_names(
-    arrays: Iterable[str], known: Sequence[str]
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Answer a mistyped option with the nearest right one; Python's own message names neither.
+def without_unknown(function: _F) -> _F:
+    """Leave ``**unknown`` out of a function's signature, as `help` shows it.
 
-    `arrays` are the parameters that are no options.
+    It is there for mistyped options, which the function answers with the nearest right one;
+    Python's own message names none.
     """
-
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        @functools.wraps(function)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            try:
-                return function(*args, **kwargs)
-            except TypeError:
-                check_option_names(function.__name__, kwargs.keys() - set(arrays), known)
-                raise
-
-        return call
-
-    return decorate
+    signature = inspect.signature(function)
+    known = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
+    return function
 
 
 def suggestion(given: str, known: Sequence[str]) -> str:

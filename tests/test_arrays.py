@@ -224,6 +224,15 @@ def test_describe_counts_strides_in_elements() -> None:
     assert describe("q", info) is info
 
 
+def test_describe_leaves_strides_of_single_elements_out() -> None:
+    """They lead nowhere, so that two such arrays are of one kind."""
+    buffer = np.zeros(99, np.float16)
+    found = np.lib.stride_tricks.as_strided(buffer, (1, 3, 1, 4), (22, 8, 6, 2))
+    assert describe("q", found).strides == contiguous_strides((1, 3, 1, 4))
+    apart = np.lib.stride_tricks.as_strided(buffer, (1, 3, 1, 4), (22, 16, 6, 2))
+    assert describe("q", apart).strides == (11, 8, 3, 1)
+
+
 @pytest.mark.parametrize("offset", range(9))
 def test_describe_tells_16_byte_alignment(offset: int) -> None:
     buffer = np.zeros(64, np.uint8)

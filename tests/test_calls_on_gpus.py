@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import calls, kinds
+from cuflash import arrays, calls, kinds, operands
 from cuflash.families import sm80
 from cuflash.runtime import device as devices
 
@@ -151,6 +151,40 @@ def test_the_alignment_of_each_gpu_array_is_looked_at(
         given = gpus.launches[-1][2]
         assert [int(given[name]) for name in ("q", "k", "v", "out")] == places
     assert len(checked) == 3
+
+
+@pytest.mark.parametrize("attribute", ["CuPy's", "gone"])
+@pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "out"])
+def test_the_strides_of_each_gpu_array_are_looked_at(
+    which: int, attribute: str, gpus: Gpus, checked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a call after one of arrays in C order; with a CuPy that does not tell of it, too."""
+    if attribute == "gone":
+        for module in (arrays, operands):
+            monkeypatch.setattr(module, "CONTIGUITY", "_no_such_attribute")
+    shape = (2, 4, 33, 64)
+
+    def given(step: int) -> list[Any]:
+        """At the second step one of them lies in another order."""
+        found = [gpus.array((i + step) << 24, shape) for i in range(4)]
+        if step > 1:
+            found[which] = gpus.array(9 << 24, (2, 33, 4, 64)).swapaxes(1, 2)
+        return found
+
+    for step in (1, 2, 1, 2):
+        q, k, v, out = given(step)
+        assert cuflash.attention(q, k, v, out=out) is out
+        name = ("q", "k", "v", "out")[which]
+        launched = gpus.launches[-1][2]
+        steps = [int(launched[f"{name}_{axis}"]) for axis in ("entry", "head", "row")]
+        assert steps == [n // 2 for n in given(step)[which].strides[:3]]
+    assert len(checked) == 2
+
+
+def test_cupy_tells_of_contiguity() -> None:
+    """Else each call looks at strides, which takes four times as long."""
+    cupy = pytest.importorskip("cupy")
+    assert hasattr(cupy.ndarray, arrays.CONTIGUITY)
 
 
 @pytest.mark.parametrize("with_lengths", [False, True])
