@@ -15,6 +15,7 @@ from emulated_quantizer import quantize_emulated
 from cuflash.fp8 import PRESETS, Fp8Recipe, quantize, quantize_fp8
 from cuflash.fp8.formats import decode
 from cuflash.fp8.gpu_tensors import GpuFp8Tensors
+from cuflash.fp8.sample import sampled
 
 pytestmark = needs_cpp
 Arrays = tuple[Array, Array, Array]
@@ -109,6 +110,10 @@ def _counts(lens: Array) -> Array:
     return np.maximum(lens, 1).astype(np.float32).reshape(-1, 1, 1, 1)
 
 
+def _sampled(lens: Array) -> Array:
+    return np.array([sampled(int(length)).size for length in lens])
+
+
 def _statistics(found: GpuFp8Tensors, k: Array) -> Arrays:
     """Means of k, balance and means of v from the kernel's sums of chunks, by the operations of
     `summarise`.
@@ -118,25 +123,29 @@ def _statistics(found: GpuFp8Tensors, k: Array) -> Arrays:
 
     def totals(name: str, chunks: int, records: int) -> Any:
         shape = shapes.batch, shapes.kv_heads, chunks, records, shapes.dim
-        sums = found._numbers(name, *shape).cumsum(2, dtype=np.float32)  # one after another
+        numbers = found._numbers(name, *shape)
+        # Each of 16 warps adds up its own, then one adds up those.
+        warps = [numbers[:, :, warp::16].cumsum(2, dtype=np.float32)[:, :, -1:] for warp in range(16)]
+        sums = np.concatenate([one for one in warps if one.size], 2).cumsum(2, dtype=np.float32)
         return np.moveaxis(sums[:, :, -1:, :, :dim], 3, 0)
 
     q_lens, kv_lens = _lengths(found)
     keys = _counts(kv_lens)
     first = np.where(kv_lens.reshape(-1, 1, 1, 1) > 0, k[:, :, :1].astype(np.float32), 0)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        k_sums, k_squares = totals("k_partial", shapes.kv_chunks, 2)
-        moved = k_sums / keys
+        k_sums, k_squares = totals("k_partial", shapes.k_chunks, 2)
+        sampled_keys = _counts(_sampled(kv_lens))
+        moved = k_sums / sampled_keys
         k_means = first + moved
-        k_size = np.fmax(k_squares / keys - moved * moved, 0)
+        k_size = np.fmax(k_squares / sampled_keys - moved * moved, 0)
         if not recipe.center_k:
             k_size = k_size + k_means * k_means
         (q_squares,) = totals("q_partial", group * shapes.q_chunks, 1)
-        q_size = q_squares / (_counts(q_lens) * group)
+        q_size = q_squares / (_counts(_sampled(q_lens)) * group)
         usable = np.isfinite(k_size) & np.isfinite(q_size) & (k_size > 0) & (q_size > 0)
         root = np.sqrt(np.sqrt(k_size / q_size))
     balance = np.where(usable, np.clip(root, 1 / 256, 256), 1).astype(np.float32)
-    return k_means, balance, totals("v_partial", shapes.kv_chunks, 3)[0] / keys
+    return k_means, balance, totals("v_partial", shapes.v_chunks, 3)[0] / keys
 
 
 def _assert_values_follow(found: GpuFp8Tensors, v: Array, v_means: Array, codes: Array) -> None:
@@ -211,6 +220,17 @@ def test_lengths_hide_what_lies_beyond(
     for entry, (queries, keys) in enumerate(zip(*lens.values(), strict=True)):
         q[entry, :, queries:], k[entry, :, keys:], v[entry, :, keys:] = np.nan, np.inf, np.nan
     assert_numpy_makes_the_same(monkeypatch, (q, k, v), PRESETS[recipe], **lens, sms=2)
+
+
+@pytest.mark.parametrize(("dim", "recipe"), [(64, "f8"), (128, "i8+"), (256, "f8")])
+def test_statistics_of_long_heads_are_of_samples(
+    dim: int, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With lengths, whose samples may be longer than that of all rows, and without."""
+    q, k, v = inputs((3, 2, 1, 4100, 8300), dim, recipe)
+    lens = {"q_lens": [4100, 4095, 2500], "kv_lens": [8200, 4095, 4097]}
+    assert_numpy_makes_the_same(monkeypatch, (q, k, v), PRESETS[recipe], **lens, sms=2)
+    assert_numpy_makes_the_same(monkeypatch, (q[:1], k[:1], v[:1]), PRESETS[recipe], sms=2)
 
 
 @pytest.mark.parametrize("how", ["bshd", "repeated", "backwards", "among others"])

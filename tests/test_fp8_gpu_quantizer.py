@@ -14,7 +14,7 @@ from cuflash.runtime import cache
 DIMS = (64, 128, 256)
 SHARED_MEMORY = 228 << 10  # of a multiprocessor of compute capability 9.0
 RESERVED = 1 << 10  # of it for each block
-SHAPES = Shapes(2, 8, 4, 1000, 1200, 128, key_blocks=24, q_chunks=4, kv_chunks=5)
+SHAPES = Shapes(2, 8, 4, 1000, 1200, 128, key_blocks=24, v_chunks=5, q_chunks=4, k_chunks=5)
 
 
 @needs_compiler

@@ -10,6 +10,7 @@ constexpr int MIXED = CONFIG_MIXED;  // channels that are rotated together, a po
 constexpr int UNITS = D / 8;        // of 8 channels, 16 bytes
 constexpr int TILE = 128;           // rows of Q or K, or keys of V, that a block takes at once
 constexpr int CHUNK = 256;          // rows of a block of `statistics`
+constexpr int RUN = 16, FEWEST = 2048;  // of a sample, as in fp8/sample.py
 
 // Records of partial statistics, D numbers each.
 constexpr int Q_RECORDS = 1;  // sum of squares
@@ -29,8 +30,8 @@ struct Arguments {
     const i64* q_lens;   // or null
     const i64* kv_lens;  // or null
     float* q_partial;    // (entries, q_heads, q_chunks, Q_RECORDS, D)
-    float* k_partial;    // (entries, kv_heads, kv_chunks, K_RECORDS, D)
-    float* v_partial;    // (entries, kv_heads, kv_chunks, V_RECORDS, D)
+    float* k_partial;    // (entries, kv_heads, k_chunks, K_RECORDS, D)
+    float* v_partial;    // (entries, kv_heads, v_chunks, V_RECORDS, D)
     u32* value_tiles;    // (entries, kv_heads): whose codes are there
     i64* code_sums;      // (entries, kv_heads, D): of V's codes, in units of 2^-9, in which no order matters
     float* k_means;      // (entries, kv_heads, D); 0 where it stays
@@ -46,13 +47,13 @@ struct Arguments {
     float* lse_shifts;   // (entries, q_heads, q_len): products of rows with the mean of K; or null
     u16* first_values;   // (entries, kv_heads, TILE, D), of the first keys: V less v_means, in units of v_scales, in float16
     const float* signs;  // (1 or kv_heads, D); or null
-    int entries, q_heads, kv_heads, group, q_len, kv_len, dim, q_chunks, kv_chunks, key_blocks;
+    int entries, q_heads, kv_heads, group, q_len, kv_len, dim, q_chunks, k_chunks, v_chunks, key_blocks;
     int q_sharing, k_sharing;
     int center_k, center_v, balanced, signs_per_head, residual_mean, keep_first;  // whether
     int zeros;            // of 16 bytes, from `value_tiles` on, which begin as 0
     float root;   // 1 / sqrt(MIXED)
 };
-static_assert(sizeof(Arguments) == 336, "the fields and sizes in fp8/gpu_quantizer.py");
+static_assert(sizeof(Arguments) == 344, "the fields and sizes in fp8/gpu_quantizer.py");
 
 __device__ __forceinline__ int used(const i64* lens, int entry, int capacity) {
     if (lens == nullptr) return capacity;

@@ -5,8 +5,8 @@
 // 4.2), Q is multiplied and K divided by a factor per channel (after SmoothQuant, Xiao et al. 2022), both are rotated
 // (FlashAttention-3, Shah et al. 2024, section 3.3), and V's mean is added to the result again.
 //
-// All of it is to take as long as its bytes do: each input is read twice and the codes are written once. `statistics` reads
-// chunks of rows, `summary` makes of those what a head's channels need, and `codes` has blocks that stay on their
+// All of it is to take as long as its bytes do: V is read twice, Q and K once and samples of them, and the codes are written
+// once. `statistics` reads chunks of rows, `summary` makes of those what a head's channels need, and `codes` has blocks that stay on their
 // multiprocessor, take one tile after another, and have the next one's bytes under way meanwhile. Each starts while the one
 // before ends, so that nothing lies between them.
 

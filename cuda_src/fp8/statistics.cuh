@@ -1,4 +1,5 @@
-// Statistics per channel: a block has a chunk of rows, then one a head. Sums go in one order, the same in each run.
+// Statistics per channel, of V's rows and of samples of Q's and K's (fp8/sample.py says why that will do): a block has a
+// chunk of rows, then one a head. Sums go in one order, the same in each run.
 #pragma once
 
 #include "fp8/problem.cuh"
@@ -14,10 +15,29 @@ constexpr int CHUNKS_AT_ONCE = 5;  // blocks of a multiprocessor: 80 KB are on t
 constexpr int SUMMARY_WARPS = 16;  // of a block, whose lanes have a channel each
 constexpr int SUMMARY_THREADS = 32 * SUMMARY_WARPS;
 
+// Of how many runs of a head with so many rows one is in the sample.
+__device__ __forceinline__ u32 spacing_of(int rows) { return rows < FEWEST ? 1 : 1u << (31 - __clz(rows / FEWEST)); }
+
+// Which row of the head a sample has at a place: of each so many runs, one as if drawn by lot.
+__device__ __forceinline__ int sampled_row(int place, u32 spacing) {
+    const u32 run = place / RUN;
+    u32 lot = run * 0x9e3779b1u;
+    lot = (lot ^ lot >> 15) * 0x85ebca77u;
+    return int((run * spacing + __umulhi(lot, spacing)) * RUN) + place % RUN;
+}
+
+// How many rows a sample has.
+__device__ __forceinline__ int sample_of(int rows) {
+    const u32 spacing = spacing_of(rows), each = spacing * RUN;
+    if (rows == 0) return 0;
+    const int last = (rows - 1) / each * RUN;  // where its last run begins, of which some may lie past the end
+    return last + min(max(rows - sampled_row(last, spacing), 0), RUN);
+}
+
 // What a thread has of its 8 channels: `take` has another row's, `expect` comes while rows are on their way. Codes begin
-// with V's last rows, which are to be in the L2 cache still: others LEAVE it.
+// with V's last rows, which are to be in the L2 cache still: a SAMPLE leaves it.
 struct QueryRecords {
-    static constexpr bool LEAVE = true;
+    static constexpr bool SAMPLE = true;
     float all[Q_RECORDS][8] = {};
 
     __device__ __forceinline__ void expect() {}
@@ -29,7 +49,7 @@ struct QueryRecords {
 };
 
 struct KeyRecords {
-    static constexpr bool LEAVE = true;
+    static constexpr bool SAMPLE = true;
     uint4 first_unit;
     float first[8], all[K_RECORDS][8] = {};
 
@@ -51,7 +71,7 @@ struct KeyRecords {
 };
 
 struct ValueRecords {
-    static constexpr bool LEAVE = false;
+    static constexpr bool SAMPLE = false;
     float all[V_RECORDS][8] = {};
 
     __device__ __forceinline__ ValueRecords() {
@@ -68,26 +88,29 @@ struct ValueRecords {
 
 typedef float WarpRecords[V_RECORDS][CHUNK_WARPS][D];
 
-// Those of a chunk of a head's rows, which end before `end`.
+// Those of a chunk of a head's rows, or of its sample's, which ends before row `end`.
 template <int RECORDS, class Records>
 __device__ __forceinline__ void take_chunk(Records records, const Input& from, int entry, int head, int chunk, int end, int dim,
                                            float* to, WarpRecords& shares) {
     const int unit = threadIdx.x % UNITS, warp = threadIdx.x / 32;
-    const int last = unit * 8 < dim ? min(end, (chunk + 1) * CHUNK) : 0;  // dims are multiples of 8
-    const i64 step = ROWS_AT_ONCE * from.row;
-    int row = chunk * CHUNK + threadIdx.x / UNITS;
-    const u16* at = row_of(from, entry, head, row) + unit * 8;
+    const int last = unit * 8 < dim ? end : 0;  // dims are multiples of 8
+    const u32 spacing = spacing_of(end);
+    const u16* units_of_head = row_of(from, entry, head, 0) + unit * 8;
 #pragma unroll 1
-    for (; row < last; row += IN_FLIGHT * ROWS_AT_ONCE, at += IN_FLIGHT * step) {
+    for (int begin = 0; begin < CHUNK; begin += IN_FLIGHT * ROWS_AT_ONCE) {
         uint4 units[IN_FLIGHT];
+        int rows[IN_FLIGHT];
 #pragma unroll
-        for (int i = 0; i < IN_FLIGHT; ++i)
-            if (row + i * ROWS_AT_ONCE < last)
-                units[i] = Records::LEAVE ? load_leaving(at + i * step) : __ldg(reinterpret_cast<const uint4*>(at + i * step));
+        for (int i = 0; i < IN_FLIGHT; ++i) {
+            const int place = chunk * CHUNK + begin + i * ROWS_AT_ONCE + threadIdx.x / UNITS;
+            rows[i] = Records::SAMPLE ? sampled_row(place, spacing) : place;
+            const u16* at = units_of_head + rows[i] * from.row;
+            if (rows[i] < last) units[i] = Records::SAMPLE ? load_leaving(at) : __ldg(reinterpret_cast<const uint4*>(at));
+        }
         records.expect();
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {
-            if (row + i * ROWS_AT_ONCE >= last) continue;
+            if (rows[i] >= last) continue;
             float x[8];
             to_floats(x, units[i]);
             records.take(x);
@@ -118,7 +141,8 @@ __device__ __forceinline__ void take_statistics(const Arguments& a) {
     uint4* zeros = reinterpret_cast<uint4*>(a.value_tiles);
     for (int i = blockIdx.x * CHUNK_THREADS + threadIdx.x; i < a.zeros; i += gridDim.x * CHUNK_THREADS) zeros[i] = make_uint4(0, 0, 0, 0);
     __shared__ WarpRecords shares;
-    const int of_queries = a.balanced ? a.entries * a.q_heads * a.q_chunks : 0, of_keys = a.entries * a.kv_heads * a.kv_chunks;
+    const int of_queries = a.balanced ? a.entries * a.q_heads * a.q_chunks : 0;
+    const int of_keys = a.balanced || a.center_k ? a.entries * a.kv_heads * a.k_chunks : 0;
     int block = blockIdx.x;
     if (block < of_queries) {
         const int chunk = block % a.q_chunks, head = block / a.q_chunks % a.q_heads, entry = block / a.q_chunks / a.q_heads;
@@ -127,9 +151,10 @@ __device__ __forceinline__ void take_statistics(const Arguments& a) {
         return;
     }
     block -= of_queries;
-    const bool of_k = (a.balanced || a.center_k) && block < of_keys;
-    if ((a.balanced || a.center_k) && !of_k) block -= of_keys;
-    const int chunk = block % a.kv_chunks, head = block / a.kv_chunks % a.kv_heads, entry = block / a.kv_chunks / a.kv_heads;
+    const bool of_k = block < of_keys;
+    if (!of_k) block -= of_keys;
+    const int chunks = of_k ? a.k_chunks : a.v_chunks;
+    const int chunk = block % chunks, head = block / chunks % a.kv_heads, entry = block / chunks / a.kv_heads;
     const int keys = used(a.kv_lens, entry, a.kv_len);
     if (of_k) {
         uint4 first = make_uint4(0, 0, 0, 0);
@@ -162,17 +187,17 @@ __device__ __forceinline__ void summarise(const Arguments& a) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     auto join = [](int which, float x, float y) { return which == V_MOST || which == V_MOST_NEGATED ? fmaxf(x, y) : x + y; };
     float all[ALL] = {0.f, 0.f, 0.f, minus_infinity(), minus_infinity(), 0.f};
-    const bool read_k = a.balanced || a.center_k;
+    const int k_chunks = a.balanced || a.center_k ? a.k_chunks : 0;
 #pragma unroll 4
-    for (int chunk = warp; chunk < a.kv_chunks; chunk += SUMMARY_WARPS) {
-        const i64 place = i64(c.head_of_all) * a.kv_chunks + chunk;
-        const float* k = a.k_partial + place * (K_RECORDS * D) + c.channel;
-        const float* v = a.v_partial + place * (V_RECORDS * D) + c.channel;
-#pragma unroll
-        for (int i = 0; i < K_RECORDS; ++i)
-            if (read_k) all[K_SUM + i] = join(K_SUM + i, all[K_SUM + i], k[i * D]);
+    for (int chunk = warp; chunk < a.v_chunks; chunk += SUMMARY_WARPS) {
+        const float* v = a.v_partial + (i64(c.head_of_all) * a.v_chunks + chunk) * (V_RECORDS * D) + c.channel;
 #pragma unroll
         for (int i = 0; i < V_RECORDS; ++i) all[V_SUM + i] = join(V_SUM + i, all[V_SUM + i], v[i * D]);
+    }
+    for (int chunk = warp; chunk < k_chunks; chunk += SUMMARY_WARPS) {
+        const float* k = a.k_partial + (i64(c.head_of_all) * a.k_chunks + chunk) * (K_RECORDS * D) + c.channel;
+#pragma unroll
+        for (int i = 0; i < K_RECORDS; ++i) all[K_SUM + i] = join(K_SUM + i, all[K_SUM + i], k[i * D]);
     }
     const int q_chunks = a.balanced ? a.group * a.q_chunks : 0;  // of the heads that share the keys, one after another
     const float* q = a.q_partial + i64(c.head_of_all) * q_chunks * (Q_RECORDS * D) + c.channel;
@@ -187,13 +212,14 @@ __device__ __forceinline__ void summarise(const Arguments& a) {
         for (int other = 1; other < SUMMARY_WARPS; ++other) all[i] = join(i, all[i], shares[other][i][lane]);
 
     const int length = used(a.kv_lens, c.entry, a.kv_len);
-    const float keys = max(length, 1), queries = float(max(used(a.q_lens, c.entry, a.q_len), 1)) * a.group;
+    const float keys = max(length, 1), sampled_keys = max(sample_of(length), 1);
+    const float queries = float(max(sample_of(used(a.q_lens, c.entry, a.q_len)), 1)) * a.group;
     const bool exists = length > 0 && c.channel < a.dim;
     const float first = exists ? low_of(row_of(a.k, c.entry, c.head, 0)[c.channel], CONFIG_ELEMENT()) : 0.f;
-    const float moved = all[K_SUM] / keys, k_mean = first + moved;
+    const float moved = all[K_SUM] / sampled_keys, k_mean = first + moved;
     a.k_means[c.at] = a.center_k ? k_mean : 0.f;
 
-    const float variance = fmaxf(all[K_SQUARES] / keys - moved * moved, 0.f);
+    const float variance = fmaxf(all[K_SQUARES] / sampled_keys - moved * moved, 0.f);
     const float k_size = a.center_k ? variance : variance + k_mean * k_mean, q_size = all[Q_SQUARES] / queries;
     float balance = 1.f;
     if (a.balanced && k_size > 0.f && q_size > 0.f && is_finite(k_size) && is_finite(q_size))

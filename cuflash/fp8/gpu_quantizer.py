@@ -22,6 +22,7 @@ from ..runtime.specialisation import Specialisation
 from ..spec import AttentionSpec
 from .recipe import Fp8Recipe
 from .rotation import rotation_of
+from .sample import FEWEST, RUN, runs
 
 _SMS = 132
 _CHUNK, _TILE, _KEYS = 256, 128, 64  # as in the source
@@ -44,7 +45,7 @@ _POINTERS = (
 _ARRAYS = _POINTERS[2:-1]  # in one block of memory
 _INTS = (
     *("entries", "q_heads", "kv_heads", "group", "q_len", "kv_len", "dim"),
-    *("q_chunks", "kv_chunks", "key_blocks"),
+    *("q_chunks", "k_chunks", "v_chunks", "key_blocks"),
     *("q_sharing", "k_sharing", "center_k", "center_v", "balanced", "signs_per_head"),
     *("residual_mean", "keep_first", "zeros"),
 )
@@ -71,16 +72,22 @@ class Shapes:
     kv_len: int
     dim: int  # bucket
     key_blocks: int  # of 64 keys, a multiple of what any tile of keys has
+    # Of what statistics are of: v, all of it, and samples of q and k.
+    v_chunks: int
     q_chunks: int
-    kv_chunks: int
+    k_chunks: int
 
     @classmethod
     def of(cls, spec: AttentionSpec, dim: int) -> Shapes:
         """Of a problem in a bucket of the head dim."""
         key_blocks = -(-spec.kv_len // 384) * 6
-        q_chunks, kv_chunks = -(-spec.q_len // _CHUNK), -(-spec.kv_len // _CHUNK)
+        chunks = (
+            -(-spec.kv_len // _CHUNK),
+            _sample_chunks(spec.q_len, spec.has_q_lens),
+            _sample_chunks(spec.kv_len, spec.has_kv_lens),
+        )
         heads = spec.batch, spec.q_heads, spec.kv_heads
-        return cls(*heads, spec.q_len, spec.kv_len, dim, key_blocks, q_chunks, kv_chunks)
+        return cls(*heads, spec.q_len, spec.kv_len, dim, key_blocks, *chunks)
 
     @property
     def tiles(self) -> int:
@@ -95,8 +102,8 @@ class Shapes:
         of_channels = 4 * heads * self.dim
         chunks = {
             "q_partial": self.batch * self.q_heads * self.q_chunks,
-            "k_partial": heads * self.kv_chunks,
-            "v_partial": heads * self.kv_chunks,
+            "k_partial": heads * self.k_chunks,
+            "v_partial": heads * self.v_chunks,
         }
         return {
             **{name: 4 * self.dim * _RECORDS[name] * count for name, count in chunks.items()},
@@ -125,6 +132,12 @@ class Shapes:
             found[name] = end
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         return {**found, "end": end}
+
+
+def _sample_chunks(length: int, is_most: bool) -> int:
+    """Of a sample of so many rows, or of as many as any number of rows up to that has."""
+    most = min(length, 2 * FEWEST - 1) if is_most else length
+    return -(-runs(most) * RUN // _CHUNK)
 
 
 class Codes(NamedTuple):
@@ -216,9 +229,9 @@ def prepare(
 def _cuts(recipe: Fp8Recipe, shapes: Shapes, sms: int) -> dict[str, tuple[int, int, int]]:
     """Blocks, threads of each, and its bytes of shared memory, of each kernel in its turn."""
     heads = shapes.batch * shapes.kv_heads
-    chunks = heads * shapes.kv_chunks
+    chunks = heads * shapes.v_chunks
     if recipe.center_k or recipe.balance:
-        chunks += heads * shapes.kv_chunks
+        chunks += heads * shapes.k_chunks
     if recipe.balance:
         chunks += shapes.batch * shapes.q_heads * shapes.q_chunks
     threads, resident = _BLOCKS[shapes.dim]
@@ -238,7 +251,7 @@ def _lasting_arguments(
         arguments[name] = getattr(spec, name)
     arguments["dim"] = spec.head_dim
     arguments["entries"], arguments["group"] = spec.batch, spec.q_heads // spec.kv_heads
-    for name in ("q_chunks", "kv_chunks", "key_blocks"):
+    for name in ("q_chunks", "k_chunks", "v_chunks", "key_blocks"):
         arguments[name] = getattr(shapes, name)
     arguments["q_sharing"] = _SHARING[recipe.q_block]
     arguments["k_sharing"] = _SHARING[recipe.k_block]

@@ -20,6 +20,7 @@ from .formats import decode, encode, largest
 from .inputs import checked_spec
 from .recipe import TILE_KEYS, Block, Fp8Recipe, recipe_of
 from .rotation import rotation_of
+from .sample import sampled, spacing
 from .scales import divided, largest_sizes, scales_of, spread
 from .tensors import Fp8Tensor, Fp8Tensors
 
@@ -66,9 +67,12 @@ def quantize_fp8(
 
     Notes
     -----
+    k's mean and the sizes for balance are those of some rows where there are 4,096 or more
+    (`cuflash.fp8.sample`), which attention does not depend on.
+
     NaN or Inf in q make NaN of each row of the result that shares their scale. In k they make NaN
-    of every row of the head where the recipe subtracts its mean, else of each row that sees a key
-    with the same scale. In v, for the channels that share the scale, of every row of the head
+    of every row of the head where the recipe subtracts its mean and they are among the rows that
+    it is of, else of each row that sees a key with the same scale. In v, for the channels that share the scale, of every row of the head
     where the recipe subtracts its mean or adds its mean error, or its scales are not along tokens,
     else of each row that sees a key of their tiles of 128. Values should be 0 or between 1e-30 and
     1e37 in size: groups of smaller ones become 0.
@@ -119,16 +123,17 @@ def _quantize_scores(
     keys = _used(bhsd_view(operands.k, layout), operands.kv_lens)
     q_shape, head_dim = queries.rows.shape[:3], queries.rows.shape[3]
     kv_heads = keys.rows.shape[1]
+    of_queries = queries.sample().per_kv_head(kv_heads)
     queries = queries.per_kv_head(kv_heads)
 
     mean, mean_scores = None, None
     if recipe.center_k:
-        mean = keys.mean()
+        mean = keys.sample().mean()
         keys = keys.minus(mean)
         mean_scores = (queries.rows @ mean.swapaxes(-1, -2)).reshape(q_shape)
     balance, inverse = None, None
     if recipe.balance:
-        balance = _balance(queries, keys)
+        balance = _balance(of_queries, keys.sample())
         inverse = 1 / balance
     rotation = rotation_of(recipe, head_dim, kv_heads)
     q_rows = queries.masked(rotation.apply(queries.rows, balance)).reshape(*q_shape, rotation.dim)
@@ -180,6 +185,18 @@ class _Rows:
 
     def with_rows(self, rows: Array) -> _Rows:
         return _Rows(rows, self.used, self.counts)
+
+    def sample(self) -> _Rows:
+        """The rows that statistics are of which need not be exact."""
+        tokens = self.rows.shape[2]
+        lengths = np.broadcast_to(self.counts, (len(self.rows), 1, 1, 1)).ravel()
+        if all(spacing(length) == 1 for length in lengths.tolist()):
+            return self
+        taken = np.zeros((len(lengths), 1, tokens, 1), bool)
+        for entry, length in enumerate(lengths.tolist()):
+            taken[entry, 0, sampled(length)] = True
+        rows = np.where(taken, self.rows, 0)
+        return _Rows(rows, taken, taken.sum(axis=2, keepdims=True))
 
     def per_kv_head(self, kv_heads: int) -> _Rows:
         """Query heads of a group below each other, as if their rows were one head's."""

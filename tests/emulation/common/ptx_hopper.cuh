@@ -10,6 +10,8 @@ inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.f / x; }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
+inline unsigned __umulhi(unsigned x, unsigned y) { return (unsigned long long)x * y >> 32; }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {
     const unsigned long long both = x | (unsigned long long)y << 32;
     unsigned found = 0;
