@@ -106,10 +106,11 @@ class Kernel:
 
 @dataclass
 class Shares:
-    """Of dQ: what a warpgroup knows of those it has handed over."""
+    """Of dQ: what a warpgroup knows of those it has handed over, and the tile that is still due."""
 
     handed_over: int = 0
     unannounced: bool = False
+    due: tuple[object, int] | None = None
 
 
 class Block:
@@ -137,7 +138,10 @@ class Block:
         self.scores = [Slot() for _ in range(2)]
         self.weights = Slot()
         self.staged = 0  # sums on their way out, from where dS, weights and dQ were
-        self.meet_scores, self.meet_all = Meeting(groups), Meeting(groups)
+        self.meet_all = Meeting(groups)
+        # Where dQ is late, of each tile of dS and each warpgroup that waits for the other.
+        self.full = [[Meeting(groups) for _ in range(groups)] for _ in range(2)]
+        self.empty = [[Meeting(groups) for _ in range(groups)] for _ in range(2)]
         # Where tiles are parted, of what one warpgroup hands to the other.
         self.weights_full, self.weights_empty, self.scores_full = (Barrier(1) for _ in range(3))
 
@@ -283,6 +287,9 @@ class Block:
                     yield from step(group, name, work.tile, q, o, shares)
                     q.next()
                     o.next()
+                if shares.due:
+                    self.announce_dq(group, shares)
+                    yield from self.late_dq(group, q, shares)
                 self.keys.readers -= 1
                 self.values.readers -= 1
             self.announce_dq(group, shares)
@@ -296,7 +303,10 @@ class Block:
             self.release_work(works)
 
     def consume(self, group: int) -> Thread:
-        yield from self.walk(group, self.step)
+        if not self.k.ordered:
+            for empty in self.empty:
+                empty[group ^ 1].arrive()
+        yield from self.walk(group, self.step if self.k.ordered else self.late_step)
 
     def step(
         self, group: int, name: object, tile: int, q: Place, o: Place, shares: Shares
@@ -309,7 +319,7 @@ class Block:
         if scores.held != (name, tile):  # the first of both to write its half
             self.write(scores, (name, tile), self.GROUPS)
         self.announce_dq(group, shares)
-        yield self.meet_scores.arrive()
+        yield self.meet_all.arrive()
         yield lambda: True  # dQ and dV
         scores.read((name, tile))
         self.o[o.slot].read(name)
@@ -318,6 +328,42 @@ class Block:
         yield lambda: True  # dK
         self.q[q.slot].read(name)
         self.q_empty[q.slot].arrive()
+
+    def late_step(
+        self, group: int, name: object, tile: int, q: Place, o: Place, shares: Shares
+    ) -> Thread:
+        yield self.q_full[q.slot].done(q.parity)
+        yield self.o_full[o.slot].done(o.parity)
+        assert self.q[q.slot].held == self.o[o.slot].held == name
+        yield lambda: True  # S and dP
+        yield self.empty[q.slot][group].arrive()
+        scores = self.scores[q.slot]
+        if scores.held != (name, tile):  # the first of both to write its half
+            self.write(scores, (name, tile), self.GROUPS)
+        yield lambda: True  # the other half may be written now
+        self.announce_dq(group, shares)
+        self.full[q.slot][group ^ 1].arrive()
+        yield lambda: True  # dV
+        self.o[o.slot].read(name)
+        self.o_empty[o.slot].arrive()
+        if shares.due:
+            yield from self.late_dq(group, q, shares)
+        shares.due = name, tile
+        yield lambda: True  # dK
+        self.q[q.slot].read(name)
+        self.q_empty[q.slot].arrive()
+
+    def late_dq(self, group: int, q: Place, shares: Shares) -> Thread:
+        """Of the tile before that in slot `q`."""
+        before = q.slot ^ 1
+        yield self.full[before][group].arrive()
+        yield lambda: True  # dQ
+        assert shares.due is not None
+        name, tile = shares.due
+        self.scores[before].read(shares.due)
+        self.empty[before][group ^ 1].arrive()
+        yield from self.hand_over_dq(group, shares, ((*name, group), tile, 0))
+        shares.due = None
 
     def consume_parted(self, group: int) -> Thread:
         yield from self.walk(group, self.step_of_keys if group else self.step_of_values)

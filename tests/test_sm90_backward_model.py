@@ -124,12 +124,15 @@ def test_no_order_of_threads_ends_in_a_deadlock_or_overwrites(name: str, shape: 
                 assert tiles == sorted(tiles, key=order.index), "dQ is added up in one order"
 
 
-def test_the_model_notices_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "wait"), [("Barrier", "done"), ("Meeting", "arrive")])
+def test_the_model_notices_a_missing_wait(
+    kind: str, wait: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else it might be about nothing."""
-    from sm90_backward_model import Barrier
+    import sm90_backward_model
 
     found = 0
-    monkeypatch.setattr(Barrier, "done", lambda self, parity: lambda: True)
+    monkeypatch.setattr(getattr(sm90_backward_model, kind), wait, lambda *_: lambda: True)
     for seed in range(8):
         try:
             run(Kernel(Shape(9, 12, 2, 4)), 2, seed)

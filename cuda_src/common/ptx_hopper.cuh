@@ -17,6 +17,24 @@ __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepc
 // fence.mbarrier_init: makes barriers known to asynchronous copies and to the cluster.
 __device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// mbarrier.test_wait: whether the phase of that parity is over, as 1 or 0; does not wait.
+__device__ __forceinline__ u32 barrier_test(u32 barrier, u32 parity) {
+    u32 is_over;
+    asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+                 : "=r"(is_over)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return is_over;
+}
+// barrier_wait, where a test has not told yet that the phase is over.
+__device__ __forceinline__ void barrier_wait_unless(u32 is_over, u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nsetp.ne.u32 done, %0, 0;\n@done bra over;\n"
+        "again:\nmbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n@!done bra again;\nover:\n}" ::"r"(is_over),
+        "r"(barrier), "r"(parity)
+        : "memory");
+}
+
 // mbarrier.arrive.expect_tx: a phase ends once all bytes expected have come, too.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

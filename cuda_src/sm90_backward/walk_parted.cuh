@@ -45,7 +45,7 @@ struct Consumer : Warpgroup {
     // All chunks of a share of dQ but the last are fenced and announced at once.
     __device__ __forceinline__ void begin_chunk(QuerySums& dq, int chunk) const {
         begin_products();
-        multiply_by_keys(dq, scores_words(), k_columns(chunk));
+        multiply_by_keys(dq, scores_words(q_place.slot), k_columns(chunk));
         commit_products();
     }
     __device__ __forceinline__ void hand_over_chunk(const QuerySums& dq, int chunk) {
@@ -97,7 +97,7 @@ struct Consumer : Warpgroup {
         differentiate<0, Config::BM / 2>(gradients, weights, stats);
         barrier_arrive(base + Shared::weights_empty);
         pack_scores(score_gradients, gradients);
-        store_transposed(scores(), score_gradients);
+        store_transposed(scores(q_place.slot), score_gradients);
         fence_async();
         announce_dq();
         barrier_arrive(base + Shared::scores_full);
@@ -135,7 +135,7 @@ struct Consumer : Warpgroup {
             await_keys_and_values();
             if (work.begin < work.end) {
                 clear_dead_keys(work);
-                walk(work, [&](auto hidden, const Sight& sight, int tile) { step(hidden, sight, tile, sums); });
+                walk(work, [](int, int&) {}, [&](auto hidden, const Sight& sight, int tile) { step(hidden, sight, tile, sums); });
             }
             leave_keys_and_values();
             round(sums, factor, to);

@@ -5,7 +5,8 @@
 
 namespace cuflash {
 
-enum NamedBarrier { SCORES = 1, ALL, ONE };  // ONE: one for each warpgroup; 0 is __syncthreads
+// ONE: one for each warpgroup. FULL, EMPTY: one for each tile of dS and warpgroup. 0 is __syncthreads.
+enum NamedBarrier { ALL = 1, ONE, FULL = ONE + 2, EMPTY = FULL + 4 };
 
 struct True {
     static constexpr bool value = true;
@@ -90,9 +91,9 @@ struct Warpgroup {
         const int column = (Config::SHARE == COLUMNS ? group * Config::DQ_SHARE : 0) + chunk * Config::DQ_COLUMNS;
         return low_word(base + Shared::k + column / Config::PANEL * Config::BN * Config::ROW, Config::BN * Config::ROW);
     }
-    __device__ __forceinline__ u32 scores() const { return base + Shared::scores + q_place.slot % 2 * Shared::SCORES; }
-    __device__ __forceinline__ u32 scores_words() const {
-        return low_word(scores() + (Config::SHARE == LINES ? group * 64 * 128 : 0), 16);
+    __device__ __forceinline__ u32 scores(int slot) const { return base + Shared::scores + slot * Shared::SCORES; }
+    __device__ __forceinline__ u32 scores_words(int slot) const {
+        return low_word(scores(slot) + (Config::SHARE == LINES ? group * 64 * 128 : 0), 16);
     }
 
     // Weights or dS of this warpgroup, to where rows are queries: panels of 64 keys.
@@ -234,9 +235,10 @@ struct Warpgroup {
     }
 
     // `step(hidden, sight, tile)` for each tile of queries of each head; `hidden` says in its type whether some pair is.
-    // Work is read again where it is needed, so that it takes no registers in the loops over tiles of 128 queries.
-    template <typename Step>
-    __device__ __forceinline__ void walk(Work& work, Step step) {
+    // `begin(of_group, tile)` comes before each head's, and may take the first. Work is read again where it is needed, so
+    // that it takes no registers in the loops over tiles of 128 queries.
+    template <typename Begin, typename Step>
+    __device__ __forceinline__ void walk(Work& work, Begin begin, Step step) {
         auto read_again = [&] {
             if (Config::BM == 128) works.read(work, base);
         };
@@ -245,17 +247,19 @@ struct Warpgroup {
             read_again();
             clear_dead_queries(work);
             int tile = work.end - 1;
+            begin(of_group, tile);
             if (Config::LEFT) {
 #pragma unroll 1
                 while (true) {
                     read_again();
                     if (tile < work.begin) break;
-                    if (tile >= work.clean_begin && tile < work.clean_end)
+                    if (work.is_clean(tile))
                         walk_clean(tile, work.clean_begin, step);
                     else
                         walk_hidden(tile, tile >= work.clean_end ? work.clean_end : work.begin, work, step);
                 }
             } else {
+                read_again();
                 walk_clean(tile, work.clean_begin, step);
                 read_again();
                 walk_hidden(tile, work.begin, work, step);

@@ -57,6 +57,8 @@ struct Work {
         clean_end = min(max(clean_end, clean_begin), end);  // but for a left bound, the last tile is clean or none
     }
 
+    __device__ __forceinline__ bool is_clean(int of_queries) const { return of_queries >= clean_begin && of_queries < clean_end; }
+
     // Where the work of tiles shrinks from one to the next, and each has to add to dQ after the one before, blocks that
     // began one after the other end close together, and so begin the next tiles closer than turns take. So the order is
     // reversed in every other sweep, the first among them: distances grow there by as much as they shrink in the next.
