@@ -98,10 +98,27 @@ class Kernel:
     dq_chunks: int = 1
     ordered: bool = False
     sweep: int = 1  # tiles of keys after which the order is another
+    section: int = 0  # kv heads whose dQ is set to 0 together; 0: that of all is at first
     tickets: int = 0
     turns: dict[object, int] = field(default_factory=dict)
     added: list[object] = field(default_factory=list)
     stored: list[object] = field(default_factory=list)
+    cleared: list[int] = field(default_factory=list)  # tiles of dQ
+    clearings: dict[int, int] = field(default_factory=dict)  # that have ended, of each section
+
+    def __post_init__(self) -> None:
+        heads, self.of_section = self.shape.heads, self.section or self.shape.heads
+        self.sections = -(-heads // self.of_section)
+        self.of_head = self.shape.group * self.shape.q_tiles
+        self.cleared += range(min(self.of_section, heads) * self.of_head)
+
+    def share_of_next(self, section: int, in_section: int) -> range:
+        """Which tiles of the next section a piece of work sets to 0."""
+        first = (section + 1) * self.of_section
+        tiles = min(self.of_section, self.shape.heads - first) * self.of_head
+        pieces = self.of_section * self.shape.key_tiles
+        begin, end = (tiles * (in_section + i) // pieces for i in range(2))
+        return range(first * self.of_head + begin, first * self.of_head + end)
 
 
 @dataclass
@@ -170,13 +187,16 @@ class Block:
             ticket, k.tickets = k.tickets, k.tickets + 1
             if ticket >= shape.key_tiles * shape.heads:
                 break
+            section, in_section = divmod(ticket, k.of_section * shape.key_tiles)
             if shape.bounded or k.ordered:
-                tile, head = divmod(ticket, shape.heads)
+                heads = min(k.of_section, shape.heads - section * k.of_section)
+                tile, head = divmod(in_section, heads)
                 tile = tile_at(shape, tile, k.sweep) if k.ordered else tile
             else:
-                head, tile = divmod(ticket, shape.key_tiles)
+                head, tile = divmod(in_section, shape.key_tiles)
+            head += section * k.of_section
             work = find(shape, tile)
-            yield from hand_over((head, work))
+            yield from hand_over((head, work, section, in_section))
             for name in self.tiles(head, work):
                 yield self.q_empty[q.slot].done(q.parity)
                 self.q[q.slot].write(name, self.GROUPS)
@@ -212,18 +232,29 @@ class Block:
         while (record := (yield from self.next_work(place))) is not None:
             yield self.kv_empty.done(parity)
             parity ^= 1
-            head, work = record
+            head, work, section, in_section = record
             for slot, barrier in ((self.keys, self.k_full), (self.values, self.v_full)):
                 if work.begin < work.end:
                     slot.write((head, work.tile), self.GROUPS)
                 barrier.arrive()
+            if section + 1 < self.k.sections:
+                for tile in self.k.share_of_next(section, in_section):
+                    yield lambda: True
+                    self.k.cleared.append(tile)
+                clearings = self.k.clearings
+                clearings[section + 1] = clearings.get(section + 1, 0) + 1
 
     def add(self, mine: int) -> Thread:
         k, shape = self.k, self.k.shape
         works, parity, whose = Place(2, 0), 0, 0
         while (record := (yield from self.next_work(works))) is not None:
-            head, work = record
+            head, work, section, _ = record
+            if section > 0:
+                due = k.of_section * shape.key_tiles
+                yield lambda section=section, due=due: k.clearings.get(section, 0) == due
             for name in self.tiles(head, work):
+                place = (name[0] * shape.group + name[1]) * shape.q_tiles + name[2]
+                assert place in k.cleared, "dQ is added to what was there"
                 whose ^= 1
                 if k.ordered and whose == mine:
                     continue
@@ -273,7 +304,7 @@ class Block:
         q, o = Place(k.q_stages, 0), Place(k.o_stages, 0)
         parity, staged = 0, False
         while (record := (yield from self.next_work(works, release=False))) is not None:
-            head, work = record
+            head, work, *_ = record
             yield self.k_full.done(parity)
             yield self.v_full.done(parity)
             parity ^= 1

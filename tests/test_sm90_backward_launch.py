@@ -133,7 +133,7 @@ def test_parts_of_the_workspace_do_not_overlap(kernels: Kernels) -> None:
         tiles = 2 * 3 * 3
         rows = tiles * 128
         starts = [int(kernels.arguments[name]) - WORKSPACE for name in sm90._PARTS]
-        counters = 4 * (32 + (tiles if deterministic else 0))
+        counters = 4 * (32 + 1 + (tiles if deterministic else 0))
         assert starts == [0, 8 * rows, 8 * rows + 4 * rows * 64]
         assert starts[-1] + counters <= plan.tiling.workspace == kernels.allocated[-1][0]
         assert plan.tiling.workspace % 256 == 0
@@ -205,6 +205,23 @@ def test_sections_hold_heads_that_stay_in_the_cache(
     q, k = ArrayInfo((2, 8 * group, q_len, 128)), ArrayInfo((2, 8, 300, 128))
     launch(q, k, k)
     assert int(kernels.arguments["section"]) == section
+    assert int(kernels.arguments["sections"]) == 1, "few tiles of keys"
+
+
+@pytest.mark.parametrize(("kv_len", "sections"), [(384, 1), (385, 8), (5000, 8)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sections_begin_as_0_one_after_the_other(
+    kv_len: int, sections: int, deterministic: bool, kernels: Kernels
+) -> None:
+    """Each has a counter, before those of turns."""
+    q, k = ArrayInfo((5, 6, 4000, 128)), ArrayInfo((5, 6, kv_len, 128))
+    plan = launch(q, k, k, deterministic=deterministic)
+    assert int(kernels.arguments["section"]) == 4
+    assert int(kernels.arguments["sections"]) == sections
+    counters = int(kernels.arguments["counters"]) - WORKSPACE
+    turns = 5 * 6 * 63 if deterministic else 0
+    size = 4 * (32 + sections + turns)
+    assert plan.tiling.workspace == counters + -(-size // 256) * 256
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

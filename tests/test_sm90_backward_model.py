@@ -103,7 +103,7 @@ def test_no_order_of_threads_ends_in_a_deadlock_or_overwrites(name: str, shape: 
     for seed, (blocks, resident) in itertools.product(
         range(4), ((1, None), (3, None), (4, 1), (5, 2))
     ):
-        kernel = Kernel(shape, **CONFIGURATIONS[name])
+        kernel = Kernel(shape, **CONFIGURATIONS[name], section=seed)
         for block in run(kernel, blocks, seed, resident):
             for slots in (block.q, block.o, block.scores, block.dq, [block.keys, block.values]):
                 assert all(slot.readers == 0 for slot in slots), "something was not used"
@@ -116,6 +116,7 @@ def test_no_order_of_threads_ends_in_a_deadlock_or_overwrites(name: str, shape: 
             for share in range(2)
         )
         assert Counter(kernel.added) == expected
+        assert sorted(kernel.cleared) == list(range(shape.heads * shape.group * shape.q_tiles))
         assert len(kernel.stored) == 2 * shape.heads * shape.key_tiles == len(set(kernel.stored))
         if kernel.ordered:
             order = [tile_at(shape, place, kernel.sweep) for place in range(shape.key_tiles)]

@@ -86,6 +86,11 @@ __device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, 
                  : "memory");
 }
 
+// cp.async.bulk: neighbouring bytes of shared memory, a multiple of 16, to global memory.
+__device__ __forceinline__ void store_bytes(void* to, u32 from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+
 // cp.reduce.async.bulk: neighbouring floats of shared memory are added to as many in global memory.
 __device__ __forceinline__ void add_floats(float* to, u32 from, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)

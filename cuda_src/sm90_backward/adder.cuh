@@ -13,12 +13,20 @@ struct Adder {
     int mine;      // 0 or 1
     int next = 0;  // ORDERED: whose the next tile is
     u32 parity = 0;
+    int cleared = 0;  // the last section that is known to begin with zeros
 
     __device__ __forceinline__ Adder(const Arguments& arguments, u32 shared, int which)
         : a(arguments), base(shared), mine(which) {}
 
+    // Until the work's section has been set to 0, the first by `prepare`, others by all pieces of work of the section before.
+    __device__ __forceinline__ void await_zeros(const Work& work) {
+        if (a.sections == 1 || work.section == cleared) return;
+        cleared = work.section;
+        while (read_acquire(a.counters + FIRST_TURN + cleared) != a.section * a.key_tiles) __nanosleep(32);
+        fence_async_global();
+    }
     // ORDERED. Tiles of keys that have added to this tile of queries.
-    __device__ __forceinline__ u32* counter(i64 place) const { return a.counters + FIRST_TURN + place; }
+    __device__ __forceinline__ u32* counter(i64 place) const { return a.counters + FIRST_TURN + a.sections + place; }
     // Until all have that come before this one.
     __device__ __forceinline__ void await_turn(i64 place, int turn) const {
         while (read_acquire(counter(place)) != turn) __nanosleep(32);
@@ -55,6 +63,7 @@ struct Adder {
         Work work;
         while (works.next(work, base)) {
             works.release(base);
+            await_zeros(work);
             for (int of_group = 0; of_group < a.group; ++of_group) {
 #pragma unroll 1
                 for (int tile = work.end - 1; tile >= work.begin; --tile, next ^= 1)

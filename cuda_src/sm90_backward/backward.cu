@@ -4,7 +4,8 @@
 // queries that see it, of all heads that share the keys. K and V stay in shared memory, dK and dV in registers:
 //   Sᵀ = K Qᵀ, P = 2^(S factor - LSE), dPᵀ = V dOᵀ, dS = P (dP - delta), dV += Pᵀ dO, dK += dSᵀ Q, dQ += dS K.
 // Lines of products are keys, so that Pᵀ and dSᵀ are in the registers that the next product takes them from. dQ is added up
-// in global memory in float32, which `prepare` clears before and `finish` rounds after (rows.cuh).
+// in global memory in float32, which `prepare` clears before, and other blocks of this kernel, and `finish` rounds after
+// (rows.cuh).
 //
 // Warpgroup 0, a thread of each warp: one finds work and fetches Q and dO, one K and V, two hand shares of dQ to the copy
 // engine. Two warpgroups multiply.
@@ -46,6 +47,9 @@ __device__ __forceinline__ void backward(const Arguments& a) {
         }
         publish_barriers();
     }
+    const u32 zeros[4] = {};
+    if (threadIdx.x < Shared::ZEROS / 16) store_unit(base + Shared::zeros + 16 * threadIdx.x, zeros);
+    fence_async();
     __syncthreads();
     await_kernel_before(), let_next_kernel_start();
 

@@ -52,7 +52,7 @@ struct __align__(64) Arguments {
     const i64* kv_lens;   // or null
     float* row_stats;     // workspace: LSE in units of log2 for each row of each tile of queries, then what dP lacks
     float* sums;          // dQ before it is rounded, a tile of a head after the other
-    u32* counters;        // tickets drawn; from FIRST_TURN on, ORDERED: for each tile of dQ
+    u32* counters;        // tickets drawn; from FIRST_TURN on, of each section what is cleared; ORDERED: of each tile of dQ
     i64 out_steps[3], dout_steps[3], lse_steps[3], dq_steps[3];  // elements, along entries, heads and rows
     i64 all_rows;            // of all tiles of queries of all heads
     int q_heads, kv_heads, group, q_len, kv_len, head_dim, head_dim_v;
@@ -61,6 +61,7 @@ struct __align__(64) Arguments {
     u32 all_kv_heads;        // of all entries
     u32 tickets;             // key_tiles * all_kv_heads
     u32 section;             // kv heads whose queries lie in the L2 cache together
+    u32 sections;            // of so many, the last of maybe less, are set to 0 one after the other; 1: all are at first
     u32 sweep;               // tiles of keys of a head that are at work at a time
     int left, right;         // window bounds, large for none
     int top_left;
@@ -90,8 +91,9 @@ struct Shared {
     static constexpr u32 kv_empty = v_full + 8, work_full = kv_empty + 8, work_empty = work_full + 16;
     static constexpr u32 weights_full = work_empty + 16, weights_empty = weights_full + 8, scores_full = weights_empty + 8;
     static constexpr u32 all = scores_full + 8;  // these four PARTED
-    static constexpr u32 BYTES = works + 512;
-    static_assert(all + 8 <= BYTES, "barriers and records");
+    static constexpr u32 zeros = works + 512, ZEROS = 1024;
+    static constexpr u32 BYTES = zeros + ZEROS;
+    static_assert(all + 8 <= zeros, "barriers and records");
     static_assert(K % 1024 == 0 && V % 1024 == 0 && Q % 1024 == 0 && O % 1024 == 0 && SCORES % 1024 == 0, "swizzles");
     static_assert(BYTES == CONFIG_SHARED_MEMORY && BYTES <= 232448, "what a block is launched with, and may have");
 };

@@ -87,6 +87,24 @@ struct KeyProducer {
 
     __device__ __forceinline__ KeyProducer(const Arguments& arguments, u32 shared) : a(arguments), base(shared) {}
 
+    // This piece of work's share of the next section's dQ is set to 0: so late that it is in the L2 cache still when the first
+    // tiles of keys add to it.
+    __device__ __forceinline__ void clear_next(const Work& work) const {
+        const u32 next = work.section + 1;
+        if (next >= a.sections) return;
+        const u32 heads = min(a.section, a.all_kv_heads - next * a.section);
+        const u64 tiles = u64(heads * a.group) * a.q_tiles, pieces = a.section * a.key_tiles;
+        const u64 first = u64(next * a.section * a.group) * a.q_tiles;
+        constexpr u32 FLOATS = Config::BM * Config::D, AT_ONCE = Shared::ZEROS / 4;
+        float* at = a.sums + (first + tiles * work.in_section / pieces) * FLOATS;
+        const float* const end = a.sums + (first + tiles * (work.in_section + 1) / pieces) * FLOATS;
+#pragma unroll 1
+        for (; at < end; at += AT_ONCE) store_bytes(at, base + Shared::zeros, Shared::ZEROS);
+        commit_stores();
+        wait_stores();
+        add_release(a.counters + FIRST_TURN + next, 1);
+    }
+
     __device__ __forceinline__ void run() {
         const u32 k_full = base + Shared::k_full, v_full = base + Shared::v_full;
         Works<false> works;
@@ -98,12 +116,14 @@ struct KeyProducer {
             parity ^= 1;
             if (work.begin == work.end) {  // nothing to fetch for keys that no row sees
                 barrier_arrive(k_full), barrier_arrive(v_full);
-                continue;
+            } else {
+                const int first = work.tile * Config::BN;
+                barrier_expect(k_full, Shared::K);
+                load_tile<Config::D, Config::BN>(base + Shared::k, a.k, k_full, work.kv_head, first, work.entry);
+                barrier_expect(v_full, Shared::V);
+                load_tile<Config::DV, Config::BN>(base + Shared::v, a.v, v_full, work.kv_head, first, work.entry);
             }
-            barrier_expect(k_full, Shared::K);
-            load_tile<Config::D, Config::BN>(base + Shared::k, a.k, k_full, work.kv_head, work.tile * Config::BN, work.entry);
-            barrier_expect(v_full, Shared::V);
-            load_tile<Config::DV, Config::BN>(base + Shared::v, a.v, v_full, work.kv_head, work.tile * Config::BN, work.entry);
+            clear_next(work);
         }
     }
 };

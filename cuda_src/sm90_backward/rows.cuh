@@ -10,11 +10,13 @@ constexpr int LANES = 8;  // threads of a row, 16 bytes each at a time
 
 // The tile of a block.
 struct QueryTile {
+    int index;  // of all
     int entry, head, first_row, used;  // used: rows of the entry
 
-    __device__ __forceinline__ explicit QueryTile(const Arguments& a) {
-        const int head_of_all = blockIdx.x / a.q_tiles;
-        first_row = (blockIdx.x - head_of_all * a.q_tiles) * Config::BM;
+    // The last comes first: `finish` finds its sums in the L2 cache, `prepare` leaves there what is needed first.
+    __device__ __forceinline__ explicit QueryTile(const Arguments& a) : index(gridDim.x - 1 - blockIdx.x) {
+        const int head_of_all = index / a.q_tiles;
+        first_row = (index - head_of_all * a.q_tiles) * Config::BM;
         entry = head_of_all / a.q_heads, head = head_of_all - entry * a.q_heads;
         used = used_length(a.q_lens, entry, a.q_len);
     }
@@ -35,7 +37,8 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
 }
 
 // What the gradient of a row's weights lacks, sum(dO * O); LSE in units of log2, +inf for a row that sees no key or is none,
-// so that its weights are 0; dQ and counters start at 0.
+// so that its weights are 0; dQ of the first section and counters
+// start at 0.
 __device__ __forceinline__ void prepare_rows(const Arguments& a) {
     await_kernel_before(), let_next_kernel_start();
     const QueryTile tile(a);
@@ -58,15 +61,19 @@ __device__ __forceinline__ void prepare_rows(const Arguments& a) {
         for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
         if (lane != 0) continue;
         const float lse = there ? a.lse[tile.place(a.lse_steps, row)] : minus_infinity();
-        float* stats = a.row_stats + i64(blockIdx.x) * Config::BM + place_of_row(row);
+        float* stats = a.row_stats + i64(tile.index) * Config::BM + place_of_row(row);
         stats[0] = lse == minus_infinity() ? infinity : lse * 1.44269504f;
         stats[a.all_rows] = lse == minus_infinity() ? 0.f : sum;
     }
-    float4* sums = reinterpret_cast<float4*>(a.sums) + i64(blockIdx.x) * (Config::BM * Config::D / 4);
+    float4* sums = reinterpret_cast<float4*>(a.sums) + i64(tile.index) * (Config::BM * Config::D / 4);
+    if (a.sections == 1 || tile.index < i64(a.section * a.group) * a.q_tiles) {
 #pragma unroll
-    for (int i = 0; i < Config::BM * Config::D / 4; i += ROWS_THREADS) sums[i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (Config::ORDERED && threadIdx.x == 0) a.counters[FIRST_TURN + blockIdx.x] = 0;
-    if (blockIdx.x == 0 && threadIdx.x < FIRST_TURN) a.counters[threadIdx.x] = 0;
+        for (int i = 0; i < Config::BM * Config::D / 4; i += ROWS_THREADS) sums[i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    if (threadIdx.x > 0) return;
+    if (Config::ORDERED) a.counters[FIRST_TURN + a.sections + tile.index] = 0;
+    if (tile.index < a.sections) a.counters[FIRST_TURN + tile.index] = 0;
+    if (tile.index == 0) a.counters[0] = 0;
 }
 
 // dQ to 16 bits, from the order in which a warpgroup's threads held it.
@@ -75,7 +82,7 @@ __device__ __forceinline__ void finish_rows(const Arguments& a) {
     __shared__ __align__(16) u16 rounded[Config::BM * WIDTH];
     await_kernel_before(), let_next_kernel_start();
     const QueryTile tile(a);
-    const float4* sums = reinterpret_cast<const float4*>(a.sums) + i64(blockIdx.x) * (Config::BM * Config::D / 4);
+    const float4* sums = reinterpret_cast<const float4*>(a.sums) + i64(tile.index) * (Config::BM * Config::D / 4);
 #pragma unroll 8
     for (int i = threadIdx.x; i < Config::BM * Config::D / 4; i += ROWS_THREADS) {
         const float4 sum = sums[i];

@@ -13,21 +13,22 @@ struct Work {
     int begin, end;            // tiles of queries of which some row sees some of the keys
     int clean_begin, clean_end;  // those of which every row sees all of them
     int sweep_first, sweep_last;  // tiles of keys of a sweep whose order is reversed; sweep_last < 0: it is not
-    int unused[4];
+    int section, in_section;      // of kv heads, and which of its tickets it is
+    int unused[2];
 
     __device__ __forceinline__ void find(u32 ticket, const Arguments& a) {
-        const u32 of_section = a.section * a.key_tiles, section = ticket / of_section;
-        const u32 in_section = ticket - section * of_section;
+        const u32 of_section = a.section * a.key_tiles;
+        section = ticket / of_section, in_section = ticket - section * of_section;
         u32 head;
         // Under a causal mask most rows see the first keys. Where tiles of keys add to dQ in turn, they had better begin one
         // after the other, too.
         if (Config::BOUNDED || Config::ORDERED) {
             const u32 heads = min(a.section, a.all_kv_heads - section * a.section);
-            const u32 place = in_section / heads;
+            const u32 place = u32(in_section) / heads;
             head = in_section - place * heads;
             find_tile(place, a);
         } else {  // blocks at work share a head
-            head = in_section / a.key_tiles;
+            head = u32(in_section) / a.key_tiles;
             tile = in_section - head * a.key_tiles;
         }
         head += section * a.section;
@@ -89,15 +90,19 @@ struct Work {
         const u32 first[4] = {u32(entry), u32(kv_head), u32(tile), u32(q_len)};
         const u32 second[4] = {u32(kv_len), u32(diagonal), u32(begin), u32(end)};
         const u32 third[4] = {u32(clean_begin), u32(clean_end), u32(sweep_first), u32(sweep_last)};
+        const u32 fourth[4] = {u32(section), u32(in_section)};
         store_unit(shared, first), store_unit(shared + 16, second), store_unit(shared + 32, third);
+        store_unit(shared + 48, fourth);
     }
 
     __device__ __forceinline__ void get(u32 shared) {
-        u32 first[4], second[4], third[4];
+        u32 first[4], second[4], third[4], fourth[4];
         load_unit(first, shared), load_unit(second, shared + 16), load_unit(third, shared + 32);
+        load_unit(fourth, shared + 48);
         entry = first[0], kv_head = first[1], tile = first[2], q_len = first[3];
         kv_len = second[0], diagonal = second[1], begin = second[2], end = second[3];
         clean_begin = third[0], clean_end = third[1], sweep_first = third[2], sweep_last = third[3];
+        section = fourth[0], in_section = fourth[1];
     }
 
     // That a warp has one of each field spares registers.

@@ -42,7 +42,7 @@ _PARTS = ("row_stats", "sums", "counters")  # of the workspace
 _STEPS = ("out_steps", "dout_steps", "lse_steps", "dq_steps")
 _INTS = (
     *("q_heads", "kv_heads", "group", "q_len", "kv_len", "head_dim", "head_dim_v", "q_tiles"),
-    *("key_tiles", "all_kv_heads", "tickets", "section", "sweep", "left", "right", "top_left"),
+    *("key_tiles", "all_kv_heads", "tickets", "section", "sections", "sweep", "left", "right", "top_left"),
 )
 _FLOATS = ("premultiply", "factor", "scale")
 _FIELDS: list[tuple[str, Any]] = [
@@ -239,7 +239,7 @@ class Cut:
         sizes = {
             "row_stats": 2 * 4 * rows,
             "sums": 4 * rows * variant.pair[0],
-            "counters": counters_size(query_tiles if variant.ordered else 0),
+            "counters": counters_size(_sections(spec, variant) + query_tiles * variant.ordered),
         }
         return cls(q_tiles, key_tiles, query_tiles, spec.batch * spec.kv_heads * key_tiles, sizes)
 
@@ -306,6 +306,16 @@ def _section(spec: AttentionSpec, variant: _Variant) -> int:
     return min(heads, spec.batch * spec.kv_heads)
 
 
+_FEW_TILES = 4  # of keys: fewer pieces of work take long to set the next section to 0
+
+
+def _sections(spec: AttentionSpec, variant: _Variant) -> int:
+    """How many there are whose dQ begins as 0 one after the other; 1 where all does before."""
+    if -(-spec.kv_len // variant.tile.keys) < _FEW_TILES:
+        return 1
+    return -(-spec.batch * spec.kv_heads // _section(spec, variant))
+
+
 def _lasting_arguments(spec: AttentionSpec, variant: _Variant, blocks: int) -> np.ndarray[Any, Any]:
     """`struct Arguments` without what changes with each call."""
     cut, further = Cut.of(spec, variant), spec.gradients
@@ -322,6 +332,7 @@ def _lasting_arguments(spec: AttentionSpec, variant: _Variant, blocks: int) -> n
     arguments["all_rows"] = cut.query_tiles * variant.tile.q_rows
     section = _section(spec, variant)
     arguments["section"], arguments["sweep"] = section, max(round(blocks / section), 1)
+    arguments["sections"] = _sections(spec, variant)
     arguments["left"], arguments["right"] = fused.window_bounds(spec)
     arguments["out_steps"] = spec.out.strides[:3]
     arguments["dout_steps"] = further.dout.strides[:3]

@@ -46,7 +46,7 @@ class Tile:
 
     def shared_memory(self, head_dim: int, head_dim_v: int) -> int:
         """Bytes a block: K and V, the rings of Q and dO, two tiles of dS, weights for the other
-        warpgroup, shares of dQ, row statistics, and 512 for work and barriers.
+        warpgroup, shares of dQ, row statistics, 512 for work and barriers, and 1,024 zeros.
         """
         dq_rows = self.q_rows // GROUPS if self.lines else self.q_rows
         scores = 2 * self.q_rows * self.keys
@@ -56,7 +56,7 @@ class Tile:
             2 * scores + (2 * scores if self.parted else 0),
             GROUPS * 4 * dq_rows * self.dq_columns(head_dim),
             2 * 4 * self.q_rows * Q_STAGES,
-            512,
+            512 + 1024,
         ]
         return sum(parts)
 
