@@ -78,7 +78,8 @@ class Operands:
             facts_on_device(k),
             facts_on_device(v),
             None if out is None else facts_on_device(out),
-            is_contiguous or (q.strides, k.strides, v.strides, None if out is None else out.strides),
+            is_contiguous
+            or (q.strides, k.strides, v.strides, None if out is None else out.strides),
             unaligned and (at_q % 16, at_k % 16, at_v % 16, at_out % 16),
             further,
         )

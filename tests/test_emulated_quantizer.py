@@ -125,7 +125,8 @@ def _statistics(found: GpuFp8Tensors, k: Array) -> Arrays:
         shape = shapes.batch, shapes.kv_heads, chunks, records, shapes.dim
         numbers = found._numbers(name, *shape)
         # Each of 16 warps adds up its own, then one adds up those.
-        warps = [numbers[:, :, warp::16].cumsum(2, dtype=np.float32)[:, :, -1:] for warp in range(16)]
+        shares = [numbers[:, :, warp::16] for warp in range(16)]
+        warps = [one.cumsum(2, dtype=np.float32)[:, :, -1:] for one in shares]
         sums = np.concatenate([one for one in warps if one.size], 2).cumsum(2, dtype=np.float32)
         return np.moveaxis(sums[:, :, -1:, :, :dim], 3, 0)
 

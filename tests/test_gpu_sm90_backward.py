@@ -12,6 +12,8 @@ from comparison import Array
 from gpu_cases import Problem, problems_of_sm90_backward, used_lengths
 
 import cuflash
+from cuflash import kinds
+from cuflash.families.backward import sm90
 
 pytestmark = pytest.mark.gpu
 PAIRS = [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)]
@@ -82,6 +84,33 @@ def test_heads_that_share_keys(
         )  # fmt: skip
         found = run_on_device(cupy, backward, "sm90", deterministic=deterministic)
         backward.assert_right(on_host(found))
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("section", [1, 2, 5])
+def test_sections_begin_as_0_one_after_the_other(
+    section: int, options: str, deterministic: bool, cupy: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As where heads do not fit the L2 cache together; one has more pieces of work than blocks."""
+    monkeypatch.setattr(sm90, "_section", lambda spec, variant: section)
+    kinds.forget()
+    shapes = (64, 3, 4, 4), (128, 12, 2, 2), (192, 2, 2, 2), (256, 2, 4, 2)
+    for dim, batch, heads, kv_heads in shapes:
+        problem = Problem(batch=batch, heads=heads, kv_heads=kv_heads, q_len=300, kv_len=700,
+                          dim=dim, dim_v=dim, options=options)  # fmt: skip
+        entries = range(batch)
+        lengths = {
+            "q_lens": [300 - 23 * entry % 300 for entry in entries],
+            "kv_lens": [150 * entry % 701 for entry in entries],
+        }
+        for lens in ({}, lengths):
+            backward = host_backward(problem, **lens)
+            cupy.full(1 << 24, np.nan, np.float32)  # in which the workspace will be
+            found = run_on_device(cupy, backward, "sm90", deterministic=deterministic, **lens)
+            backward.assert_right(on_host(found), **lens)
+    kinds.forget()
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -17,6 +17,7 @@ import cupy as cp
 import numpy as np
 
 import cuflash
+from cuflash.families.backward import sm90 as backward_sm90
 
 DIMS = ((64, 64), (128, 128), (192, 192), (192, 128), (256, 256))
 MASKS: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (70, 20)})
@@ -26,9 +27,9 @@ KERNELS = ("sm90", "sm80")
 _random = cp.random.default_rng(3)
 
 
-def arrays(entries: int, dim: int, dim_v: int) -> tuple[Any, Any, Any]:
-    """q, k and v of 200 queries and 333 keys, heads in pairs that share keys."""
-    shapes = ((entries, 2, 200, dim), (entries, 1, 333, dim), (entries, 1, 333, dim_v))
+def arrays(entries: int, dim: int, dim_v: int, keys: int = 333) -> tuple[Any, Any, Any]:
+    """q, k and v of 200 queries, heads in pairs that share keys."""
+    shapes = ((entries, 2, 200, dim), (entries, 1, keys, dim), (entries, 1, keys, dim_v))
     q, k, v = (_random.standard_normal(s, dtype=np.float32).astype(np.float16) for s in shapes)
     return q, k, v
 
@@ -52,9 +53,10 @@ def forward(dims: Sequence[int], kernels: Sequence[str]) -> None:
 
 
 def backward(dims: Sequence[int], kernels: Sequence[str]) -> None:
-    """Fused families, in any order and in turn."""
+    """Fused families, in any order and in turn; by `sm90` in sections of one head."""
+    backward_sm90._section = lambda spec, variant: 1
     for dim, dim_v, options in cases(2, dims):
-        q, k, v = arrays(2, dim, dim_v)
+        q, k, v = arrays(2, dim, dim_v, keys=400)
         for kernel in kernels:
             out, lse = cuflash.attention(q, k, v, kernel=kernel, return_lse=True, **options)
             for deterministic in (False, True):

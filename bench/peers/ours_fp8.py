@@ -34,6 +34,7 @@ def make(problem: Problem, q: Any, k: Any, v: Any, recipe: str, part: str) -> Pr
             lambda: out,
             recipe,
         )
-    # Each array is read twice, for statistics and for codes of one byte, which are written.
+    # As if each array were read twice, for statistics, which are of samples where that will do, and
+    # for codes of one byte, which are written.
     moved = problem.input_bytes * (2 + 1 / ITEM_BYTES[problem.dtype])
     return Prepared(lambda: quantize_fp8(q, k, v, recipe), None, recipe, {"bytes": moved})

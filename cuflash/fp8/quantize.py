@@ -71,11 +71,11 @@ def quantize_fp8(
     (`cuflash.fp8.sample`), which attention does not depend on.
 
     NaN or Inf in q make NaN of each row of the result that shares their scale. In k they make NaN
-    of every row of the head where the recipe subtracts its mean and they are among the rows that
-    it is of, else of each row that sees a key with the same scale. In v, for the channels that share the scale, of every row of the head
-    where the recipe subtracts its mean or adds its mean error, or its scales are not along tokens,
-    else of each row that sees a key of their tiles of 128. Values should be 0 or between 1e-30 and
-    1e37 in size: groups of smaller ones become 0.
+    of every row of the head where the recipe subtracts its mean and they are among the rows that it
+    is of, else of each row that sees a key with the same scale. In v, for the channels that share
+    the scale, of every row of the head where the recipe subtracts its mean or adds its mean error,
+    or its scales are not along tokens, else of each row that sees a key of their tiles of 128.
+    Values should be 0 or between 1e-30 and 1e37 in size: groups of smaller ones become 0.
 
     Examples
     --------

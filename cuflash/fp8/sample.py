@@ -24,7 +24,7 @@ def spacing(length: int) -> int:
 
 def runs(length: int) -> int:
     """How many are taken of so many rows."""
-    return -(-(-(-length // RUN)) // spacing(length))
+    return -(-length // (RUN * spacing(length)))
 
 
 def sampled(length: int) -> np.ndarray[Any, Any]:

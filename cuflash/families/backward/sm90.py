@@ -42,7 +42,8 @@ _PARTS = ("row_stats", "sums", "counters")  # of the workspace
 _STEPS = ("out_steps", "dout_steps", "lse_steps", "dq_steps")
 _INTS = (
     *("q_heads", "kv_heads", "group", "q_len", "kv_len", "head_dim", "head_dim_v", "q_tiles"),
-    *("key_tiles", "all_kv_heads", "tickets", "section", "sections", "sweep", "left", "right", "top_left"),
+    *("key_tiles", "all_kv_heads", "tickets", "section", "sections", "sweep"),
+    *("left", "right", "top_left"),
 )
 _FLOATS = ("premultiply", "factor", "scale")
 _FIELDS: list[tuple[str, Any]] = [
