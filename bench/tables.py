@@ -192,7 +192,8 @@ def _quantize(rows: Sequence[Row]) -> list[str]:
         return " / ".join(_MARK if x is None else f"{x:.{digits}f}" for x in found)
 
     return [
-        f"Quantising by {shown}: bytes a second in parts of a copy's, as if all rows were read twice.",
+        f"Quantising by {shown}: bytes a second in parts of a copy's, counted as if all rows were "
+        "read twice.",
         _by_length(rows, lambda row: shares(row, "of_copy", 2)),
         "From 16-bit arrays, quantising included: speed in parts of that of 16 bits.",
         _by_length(rows, lambda row: shares(row, "to_16_bits", 2)),

@@ -19,7 +19,16 @@ ROOT = Path(cuflash.__file__).parent
 # Lowest first: a module imports from lower layers alone, so that no cycle is possible. Names are
 # relative to the package, which itself is "".
 LAYERS = (
-    ("version", "dlpack", "spec", "oracle", "runtime", "fp8.formats", "fp8.accumulate"),
+    (
+        "version",
+        "dlpack",
+        "spec",
+        "oracle",
+        "runtime",
+        "fp8.formats",
+        "fp8.accumulate",
+        "fp8.sample",
+    ),
     ("arrays", "runtime.device", "runtime.source", "runtime.cublas", "runtime.locks"),
     ("runtime.ptxas", "runtime.progress", "runtime.specialisation", "validate"),
     ("runtime.compiler", "validate_backward"),
