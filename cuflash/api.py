@@ -18,7 +18,9 @@ from .spec import OPTION_NAMES, Options
 from .validate import check_option_names, flag, without_unknown
 from .validate_backward import BACKWARD_OPTION_NAMES
 
-_NO_DROPOUT = 0.0  # to be compared as an object, in which no type is in question
+# Defaults of `attention`.
+_CAUSAL_ALIGN, _LAYOUT, _KERNEL, _DROPOUT_P = "bottom_right", "bhsd", "auto", 0.0
+
 _GRADIENT_ARRAYS = ("dout", "lse", "dq", "dk", "dv")
 _BACKWARD_EXPLAINED = tuple(dict.fromkeys((*BACKWARD_OPTION_NAMES, "out", *_GRADIENT_ARRAYS)))
 
@@ -31,7 +33,7 @@ def attention(
     *,
     scale: float | None = None,
     causal: bool = False,
-    causal_align: str = "bottom_right",
+    causal_align: str = _CAUSAL_ALIGN,
     window: Sequence[int | None] | None = None,
     softcap: float | None = None,
     mask: Any = None,
@@ -41,12 +43,12 @@ def attention(
     block_mask: Any = None,
     q_lens: Any = None,
     kv_lens: Any = None,
-    dropout_p: float = _NO_DROPOUT,
+    dropout_p: float = _DROPOUT_P,
     seed: Any = None,
-    layout: str = "bhsd",
+    layout: str = _LAYOUT,
     return_lse: bool = False,
     out: Any = None,
-    kernel: str = "auto",
+    kernel: str = _KERNEL,
     deterministic: bool = False,
     **unknown: NoReturn,
 ) -> Any:
@@ -156,16 +158,32 @@ def attention(
         )  # fmt: skip
     operands = adopt_all(q, k, v, mask, bias, out, q_lens, kv_lens, layout)
     # All that the checks and the plan depend on; with types, because 1 == 1.0 == True. They come
-    # first, so that values are compared with values of their own types only.
+    # first, so that values are compared with values of their own types only. Options are compared
+    # with their defaults as objects, in which no type is in question.
+    are_defaults = (
+        scale is None
+        and window is None
+        and softcap is None
+        and return_lse is False
+        and deterministic is False
+        and causal_align is _CAUSAL_ALIGN
+        and layout is _LAYOUT
+        and kernel is _KERNEL
+        and dropout_p is _DROPOUT_P
+        and seed is None
+        and alibi_slopes is None
+        and sinks is None
+        and block_mask is None
+    )
     key = (
-        operands.fingerprints(),
-        type(scale), type(causal), type(causal_align), type(softcap), type(layout),
-        type(return_lse), type(kernel), type(deterministic),
-        None if window is None else _types(window),
-        scale, causal, causal_align, softcap, layout, return_lse, kernel, deterministic, window,
-        None if alibi_slopes is sinks is block_mask is seed is None and dropout_p is _NO_DROPOUT
-        else (type(alibi_slopes), type(sinks), type(block_mask), type(dropout_p), type(seed),
-              alibi_slopes, sinks, block_mask, dropout_p, seed),
+        operands.fingerprints(), type(causal), causal,
+        are_defaults or (
+            type(scale), type(causal_align), type(softcap), type(alibi_slopes), type(sinks),
+            type(block_mask), type(dropout_p), type(seed), type(layout), type(return_lse),
+            type(kernel), type(deterministic), None if window is None else _types(window),
+            scale, causal_align, softcap, alibi_slopes, sinks, block_mask, dropout_p, seed,
+            layout, return_lse, kernel, deterministic, window,
+        ),
     )  # fmt: skip
     call = kinds.find(key)
     if call is None:

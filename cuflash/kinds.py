@@ -73,7 +73,8 @@ class Kind:
         if operands.out is None:
             operands.out = out = self._empty(self._out_shape, self._dtype)
             if operands.starts:
-                operands.starts = *operands.starts[:3], out.data.ptr
+                q, k, v, _ = operands.starts
+                operands.starts = q, k, v, out.data.ptr
         if self._lse_shape is not None:
             operands.lse = self._empty(self._lse_shape, self._lse_dtype)
         self._run(operands)

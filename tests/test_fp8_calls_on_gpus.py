@@ -108,7 +108,7 @@ def test_a_call_quantises_and_attends(hopper: Gpu) -> None:
     for name in ("q_scales", "k_scales", "v_scales", "v_means", "lse_shifts"):
         assert last[name] == first[name] > 0
     arrays = gpu_quantizer._ARRAYS
-    places = gpu_quantizer.Shapes(2, 8, 2, 150, 333, 128, 6, 1, 2).places
+    places = gpu_quantizer.Shapes(2, 8, 2, 150, 333, 128, 6, 2, 1, 2).places
     start = first["q_partial"]
     assert {name: first[name] - start for name in arrays} == {
         name: places[name] - places["q_partial"] for name in arrays

@@ -25,7 +25,7 @@ def laid_out(tensors: Fp8Tensors, bucket: int, layout: str, rank: int) -> GpuFp8
     batch, q_heads, q_len, _ = q.codes.shape
     kv_heads, kv_len = k.codes.shape[1:3]
     blocks = -(-kv_len // 384) * 6
-    shapes = Shapes(batch, q_heads, kv_heads, q_len, kv_len, bucket, blocks, 1, 1)
+    shapes = Shapes(batch, q_heads, kv_heads, q_len, kv_len, bucket, blocks, 1, 1, 1)
 
     def padded(array: Any, *shape: int) -> Any:
         wide = np.zeros(shape, array.dtype)
