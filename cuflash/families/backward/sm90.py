@@ -289,8 +289,7 @@ def _layouts(spec: AttentionSpec, variant: _Variant) -> dict[str, tensormap.Layo
     }
 
 
-# Bytes of the L2 cache for queries, dO and dQ of the heads at work, by whether tiles are parted.
-_L2_SHARE = {False: 24 << 20, True: 32 << 20}
+_L2_SHARE = 24 << 20  # bytes of the L2 cache for queries, dO and dQ of the heads at work
 
 
 def _section(spec: AttentionSpec, variant: _Variant) -> int:
@@ -300,7 +299,7 @@ def _section(spec: AttentionSpec, variant: _Variant) -> int:
     """
     row = (spec.head_dim + spec.head_dim_v) * spec.item_size + 4 * spec.head_dim
     of_head = spec.q_len * spec.group * row
-    heads = 1 << (max(_L2_SHARE[variant.tile.parted] // of_head, 1).bit_length() - 1)
+    heads = 1 << (max(_L2_SHARE // of_head, 1).bit_length() - 1)
     if variant.ordered and variant.bounded:
         key_tiles = -(-spec.kv_len // variant.tile.keys)
         heads = 1 << max(math.ceil(math.log2(64 / math.sqrt(max(key_tiles, 1)))), 0)
