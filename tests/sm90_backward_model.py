@@ -339,13 +339,17 @@ class Block:
                 empty[group ^ 1].arrive()
         yield from self.walk(group, self.step if self.k.ordered else self.late_step)
 
-    def step(
-        self, group: int, name: object, tile: int, q: Place, o: Place, shares: Shares
-    ) -> Thread:
+    def first_products(self, name: object, q: Place, o: Place) -> Thread:
+        """S and dP."""
         yield self.q_full[q.slot].done(q.parity)
         yield self.o_full[o.slot].done(o.parity)
         assert self.q[q.slot].held == self.o[o.slot].held == name
-        yield lambda: True  # S and dP
+        yield lambda: True
+
+    def step(
+        self, group: int, name: object, tile: int, q: Place, o: Place, shares: Shares
+    ) -> Thread:
+        yield from self.first_products(name, q, o)
         scores = self.scores[q.slot % 2]
         if scores.held != (name, tile):  # the first of both to write its half
             self.write(scores, (name, tile), self.GROUPS)
@@ -363,10 +367,7 @@ class Block:
     def late_step(
         self, group: int, name: object, tile: int, q: Place, o: Place, shares: Shares
     ) -> Thread:
-        yield self.q_full[q.slot].done(q.parity)
-        yield self.o_full[o.slot].done(o.parity)
-        assert self.q[q.slot].held == self.o[o.slot].held == name
-        yield lambda: True  # S and dP
+        yield from self.first_products(name, q, o)
         yield self.empty[q.slot][group].arrive()
         scores = self.scores[q.slot]
         if scores.held != (name, tile):  # the first of both to write its half

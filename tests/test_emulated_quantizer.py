@@ -234,6 +234,16 @@ def test_statistics_of_long_heads_are_of_samples(
     assert_numpy_makes_the_same(monkeypatch, (q[:1], k[:1], v[:1]), PRESETS[recipe], sms=2)
 
 
+@pytest.mark.parametrize("how", ["nan", "inf"])
+def test_a_sample_may_miss_what_is_not_finite(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told by its scale then; where the sample has it, by the mean of all keys."""
+    q, k, v = inputs((1, 2, 2, 4200, 4200), 64, "f8")
+    taken = sampled(4200)
+    missed = np.setdiff1d(np.arange(4200), taken)[700]
+    k[0, 0, missed, 5], k[0, 1, taken[700], 5], q[0, 0, missed, 7] = 3 * [float(how)]
+    assert_numpy_makes_the_same(monkeypatch, (q, k, v), PRESETS["f8"], sms=2)
+
+
 @pytest.mark.parametrize("how", ["bshd", "repeated", "backwards", "among others"])
 @pytest.mark.parametrize(
     ("dim", "recipe"),

@@ -12,6 +12,7 @@ from fp8_steps import one_row
 
 from cuflash import oracle
 from cuflash.fp8 import Fp8Recipe, attention_fp8, quantize_fp8
+from cuflash.fp8.sample import sampled
 
 # NaN and Inf
 
@@ -49,6 +50,19 @@ def test_nan_in_k_that_keeps_its_mean_reaches_those_who_see_its_block() -> None:
     out = attention_fp8(q, k, v, recipe=recipe, causal=True)
     np.testing.assert_array_equal(np.isnan(out[0, 0]).all(axis=-1), np.arange(300) >= 128)
     assert np.isfinite(out[0, 0, :128]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_in_k_that_no_sample_has_reaches_those_who_see_its_block(bad: float) -> None:
+    """Of a long head: k's mean, which is of a sample, does not tell."""
+    q, k, v = normal(1, 1, q_len=300, kv_len=4200)
+    missed = np.setdiff1d(np.arange(4000, 4200), sampled(4200))[0]
+    k[0, 0, missed, 0] = bad
+    out = attention_fp8(q, k, v, recipe=Fp8Recipe(k_block=64), causal=True)
+    sees = 3900 + np.arange(300) >= missed // 64 * 64
+    assert 0 < sees.sum() < 300
+    np.testing.assert_array_equal(np.isnan(out[0, 0]).all(axis=-1), sees)
+    assert np.isfinite(out[0, 0, ~sees]).all()
 
 
 @pytest.mark.parametrize("recipe", ["f8", "f8+", "i8"])

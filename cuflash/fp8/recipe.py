@@ -59,10 +59,11 @@ class Fp8Recipe:
         ``"channel"``.
     balance : bool
         Multiply q and divide k by a factor per channel that evens out their sizes (the exact
-        rescaling of SmoothQuant, between q and k).
+        rescaling of SmoothQuant, between q and k). Sizes are those of all rows, or of a sample of
+        at least 2,048 where a head has 4,096 or more: any factor is exact.
     center_k : bool
-        Subtract each channel's mean over all keys from k, which softmax ignores (SageAttention,
-        section 4.2). Off in calls with `softcap`, which does not ignore it.
+        Subtract each channel's mean over the keys, or over such a sample, from k, which softmax
+        ignores (SageAttention, section 4.2). Off in calls with `softcap`, which does not ignore it.
     center_v : bool
         Subtract each channel's mean from v and add it to the result.
     residual_mean : bool
