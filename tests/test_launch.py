@@ -66,10 +66,8 @@ def test_a_launch_amid_another_has_a_struct_of_its_own(monkeypatch: pytest.Monke
 def test_an_early_launch_may_overlap_the_kernel_before(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
 
-    def driver(*pointers: ctypes.c_void_p) -> int:
-        configuration, function, arguments, extra = [pointer.value for pointer in pointers]
-        assert configuration is not None
-        assert arguments is not None
+    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+    def driver(configuration: int, function: int, arguments: int, extra: None) -> int:
         assert extra is None
         given = launching._Config.from_address(configuration)
         attribute = given.attributes[0]

@@ -60,7 +60,7 @@ def launcher(
     kernel.max_dynamic_shared_size_bytes = shared_memory
     function = kernel.kernel  # a reference keeps its module loaded
     address = function.ptr
-    spare: list[tuple[Any, Any, int]] = []
+    spare: list[tuple[Any, int, Any]] = []
 
     if early:
         return _early_launch(function, blocks, threads, shared_memory, changing, struct)
@@ -70,11 +70,12 @@ def launcher(
         try:
             copy = spare.pop()
         except IndexError:
-            copy = _copy(struct)
-        changing.pack_into(copy[0], 0, *values)
+            copy = _copy(changing, struct)
+        pack, arguments, _ = copy
+        pack(*values)
         driver.launchKernel(
             address, blocks, 1, 1, threads, 1, 1, shared_memory, get_current_stream().ptr,
-            copy[2], 0,
+            arguments, 0,
         )  # fmt: skip
         spare.append(copy)
 
@@ -89,28 +90,28 @@ def _early_launch(
     attribute = _Attribute(id=_ALLOWED)
     attribute.value[0] = 1
     queue = _driver_launch()
-    # ctypes passes objects of its own on as they are, and has to convert others in each call.
-    address, nothing = ctypes.c_void_p(function.ptr), ctypes.c_void_p()
+    as_argument = ctypes.c_void_p.from_param  # which each call would do else
+    address = as_argument(function.ptr)
     spare: list[tuple[Any, ...]] = []
 
     def another() -> tuple[Any, ...]:
-        held, pointer, at = _copy(struct)
+        pack, arguments, kept = _copy(changing, struct)
         config = _Config(
             grid=(blocks, 1, 1), block=(threads, 1, 1), shared_memory=shared_memory,
             attributes=ctypes.pointer(attribute), count=1,
         )  # fmt: skip
-        addresses = ctypes.c_void_p(ctypes.addressof(config)), ctypes.c_void_p(at)
-        return held, config, *addresses, (pointer, function)  # the last to be kept
+        addresses = as_argument(ctypes.addressof(config)), as_argument(arguments)
+        return pack, config, *addresses, (kept, function)
 
     def launch(*values: Any) -> None:
         try:
             copy = spare.pop()
         except IndexError:
             copy = another()
-        held, config, configuration, arguments, _ = copy
-        changing.pack_into(held, 0, *values)
+        pack, config, configuration, arguments, _ = copy
+        pack(*values)
         config.stream = get_current_stream().ptr
-        status = queue(configuration, address, arguments, nothing)
+        status = queue(configuration, address, arguments, None)
         if status:
             raise driver.CUDADriverError(status)
         spare.append(copy)
@@ -123,8 +124,12 @@ def _driver_launch() -> Any:
     return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx  # answers an int, by ctypes' own default
 
 
-def _copy(struct: bytes) -> tuple[Any, Any, int]:
-    """A copy that can be changed, a pointer to it, and the address of that pointer."""
+def _copy(changing: Struct, struct: bytes) -> tuple[Callable[..., None], int, Any]:
+    """Of a copy of the struct: what sets its first fields, the address of a pointer to it, and what
+    has to be kept for as long as either.
+    """
     held = ctypes.create_string_buffer(struct, len(struct))
     pointer = ctypes.c_void_p(ctypes.addressof(held))
-    return held, pointer, ctypes.addressof(pointer)
+    # Bound, it takes values as they come, without a list of them and of the other two.
+    pack = functools.partial(changing.pack_into, held, 0)
+    return pack, ctypes.addressof(pointer), pointer
