@@ -151,11 +151,11 @@ def fingerprint(array: Any) -> Hashable:
     if type(array) is np.ndarray:
         return array.shape, array.strides, array.dtype, address(array) % 16
     strides = None if getattr(array, CONTIGUITY, False) else array.strides
-    return facts_on_device(array), strides, array.data.ptr % 16
+    return _facts_on_device(array), strides, array.data.ptr % 16
 
 
 # Of a CuPy array, all that its fingerprint has but how it lies in memory.
-facts_on_device = operator.attrgetter("shape", "dtype", "data.device_id")
+_facts_on_device = operator.attrgetter("shape", "dtype", "data.device_id")
 # What tells that a CuPy array is C-contiguous: `strides` take four times as long, `flags` ten
 # times. It is not CuPy's promise: where it is missing, strides are looked at.
 CONTIGUITY = "_c_contiguous"

@@ -9,12 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .arrays import (
-    CONTIGUITY,
     NATIVE,
     ArrayInfo,
     adopt,
     describe,
-    facts_on_device,
     fingerprint,
     module_of,
 )
@@ -25,6 +23,8 @@ from .validate_backward import BackwardInfos, build_backward_spec
 # Options that are arrays, in the order in which they are looked at.
 ARRAY_OPTIONS = ("mask", "bias", "out", "q_lens", "kv_lens")
 _LENGTHS = ("q_lens", "kv_lens")
+
+_OnHost = np.ndarray  # which NumPy's module takes a while to find
 
 
 @dataclass(slots=True, eq=False)
@@ -61,28 +61,35 @@ class Operands:
         further = None
         if not (mask is None and bias is None and q_lens is None and kv_lens is None):
             further = _fingerprints((mask, bias, q_lens, kv_lens))
-        if np.ndarray in (type(q), type(k), type(v), type(out)):
+        if type(q) is _OnHost or type(k) is _OnHost or type(v) is _OnHost or type(out) is _OnHost:
             return _fingerprints((q, k, v, out)), further
-        at_q, at_k, at_v = q.data.ptr, k.data.ptr, v.data.ptr
-        at_out = 0 if out is None else out.data.ptr
+        # As `fingerprint` of each, in one piece and without calls: this is a large part of what a
+        # call takes the host.
+        q_data, k_data, v_data = q.data, k.data, v.data
+        at_q, at_k, at_v = q_data.ptr, k_data.ptr, v_data.ptr
+        at_out, of_out = 0, None
+        if out is not None:
+            out_data = out.data
+            at_out, of_out = out_data.ptr, (out.shape, out.dtype, out_data.device_id)
         self.starts = at_q, at_k, at_v, at_out
-        is_contiguous = (
-            getattr(q, CONTIGUITY, False)
-            and getattr(k, CONTIGUITY, False)
-            and getattr(v, CONTIGUITY, False)
-            and (out is None or getattr(out, CONTIGUITY, False))
-        )
+        try:  # arrays.CONTIGUITY
+            are_contiguous = (
+                q._c_contiguous
+                and k._c_contiguous
+                and v._c_contiguous
+                and (out is None or out._c_contiguous)
+            )
+        except AttributeError:
+            are_contiguous = False
         unaligned = (at_q | at_k | at_v | at_out) % 16
         return (
-            facts_on_device(q),
-            facts_on_device(k),
-            facts_on_device(v),
-            None if out is None else facts_on_device(out),
-            is_contiguous
+            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype,
+            q_data.device_id, k_data.device_id, v_data.device_id, of_out,
+            are_contiguous
             or (q.strides, k.strides, v.strides, None if out is None else out.strides),
             unaligned and (at_q % 16, at_k % 16, at_v % 16, at_out % 16),
             further,
-        )
+        )  # fmt: skip
 
     def views(self, spec: AttentionSpec) -> Operands:
         """The same memory in one form for every call.
