@@ -38,9 +38,7 @@ class Kind:
         lse_shape = (spec.batch, spec.q_heads, spec.q_len)[4 - operands.q.ndim :]
         self._lse_shape = lse_shape if spec.return_lse else None
         self._lse_dtype = np.float64 if spec.dtype == "float64" else np.float32
-        self._destination_checks = _destination_checks(operands)
-        has_lengths = operands.q_lens is not None or operands.kv_lens is not None
-        self._is_checked = has_lengths or bool(self._destination_checks)
+        self._checks = [*_length_checks(operands, spec), *_destination_checks(operands)]
         self._run: Callable[[Operands], None] = _nothing_to_compute
 
     def check(self, operands: Operands) -> None:
@@ -52,17 +50,13 @@ class Kind:
             For lengths that the arrays do not have, and for an array to be written that can't be
             or shares memory with another.
         """
-        if operands.q_lens is not None:
-            check_length_values("q_lens", operands.q_lens, self._spec.q_len)
-        if operands.kv_lens is not None:
-            check_length_values("kv_lens", operands.kv_lens, self._spec.kv_len)
-        for check in self._destination_checks:
+        for check in self._checks:
             check(operands)
 
     def run(self, operands: Operands) -> None:
         """Compute the results of one call, allocated here where needed."""
-        if self._is_checked:
-            self.check(operands)
+        for check in self._checks:
+            check(operands)
         if self._current_index() == self._index:
             self._compute(operands)
         else:
@@ -145,6 +139,16 @@ def _starts_of(names: list[str], operands: Operands) -> Callable[[Operands], tup
     return operator.attrgetter(*(f"{name}.data.ptr" for name in names))
 
 
+def _length_checks(operands: Operands, spec: AttentionSpec) -> list[Callable[[Operands], None]]:
+    """For lengths that were given, what checks their values."""
+    checks: list[Callable[[Operands], None]] = []
+    if operands.q_lens is not None:
+        checks.append(lambda given: check_length_values("q_lens", given.q_lens, spec.q_len))
+    if operands.kv_lens is not None:
+        checks.append(lambda given: check_length_values("kv_lens", given.kv_lens, spec.kv_len))
+    return checks
+
+
 def _destination_checks(operands: Operands) -> list[Callable[[Operands], None]]:
     """For each array to write that was given, what checks that it can be written, and shares no
     memory with what is read or is written before it.
@@ -183,8 +187,9 @@ def _destination_check(
         starts = starts_of(operands)
         start = starts[-1]
         for index, other, low, high in clashes:
-            close = low < starts[index] - start < high
-            if close and may_overlap(getattr(operands, name), getattr(operands, other)):
+            if low < starts[index] - start < high and may_overlap(
+                getattr(operands, name), getattr(operands, other)
+            ):
                 raise ValueError(f"{name}: shares memory with {other}; expected memory of its own")
 
     return check
