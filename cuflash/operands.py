@@ -166,7 +166,7 @@ def adopt_all(
         v if type(v) in NATIVE else take("v", v),
         None if mask is None else take("mask", mask),
         None if bias is None else take("bias", bias),
-        None if out is None else take("out", out),
+        out if out is None or type(out) in NATIVE else take("out", out),
         None if q_lens is None else take("q_lens", _list_as_array("q_lens", q_lens)),
         None if kv_lens is None else take("kv_lens", _list_as_array("kv_lens", kv_lens)),
         layout,

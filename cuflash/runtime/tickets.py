@@ -41,6 +41,7 @@ class Counters:
         self._spare: list[int] = []
         self._first = 0
         self._turn = itertools.count()
+        self._is_short = True  # of the ring, or of spare counters
         self.provide()
 
     def provide(self) -> None:
@@ -51,13 +52,14 @@ class Counters:
             self._first = self._allocate(_RING)
         if len(self._spare) < _FEW:
             self._extend_spare()
+        self._is_short = False
 
     def address(self) -> int:
         """Where the next launch on the current stream finds its counter."""
         stream = self._current_stream()
         if stream.ptr and stream.is_capturing():  # the legacy default stream never is
             return self._captured(stream)
-        if not self._first or len(self._spare) < _FEW:
+        if self._is_short:
             self.provide()
         return self._first + next(self._turn) % _RING * _SLOT
 
@@ -70,6 +72,8 @@ class Counters:
         except IndexError:
             self._extend_spare()
             found = self._spare.pop()
+        if len(self._spare) < _FEW:
+            self._is_short = True
         runtime.memsetAsync(found, 0, 4, stream.ptr)
         return found
 
