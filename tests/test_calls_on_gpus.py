@@ -190,6 +190,26 @@ def test_cupy_tells_of_contiguity() -> None:
     assert hasattr(cupy.ndarray, arrays.CONTIGUITY)
 
 
+@pytest.mark.parametrize("way", ["directly", "by the class"])
+def test_arrays_are_made_as_their_class_makes_them(
+    way: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directly, and with a CuPy that has no such way, too."""
+    assert hasattr(gpus.cupy.ndarray.__base__, arrays._SET_UP)
+    if way == "by the class":
+        monkeypatch.setattr(arrays, "_SET_UP", "_no_such_attribute")
+    make = arrays.maker_of(on(gpus, 0)[0])
+    for shape, dtype in (((2, 3, 8), np.dtype(np.float16)), ((), np.float32), ((0, 4), np.float64)):
+        made, wanted = make(shape, dtype), gpus.cupy.ndarray(shape, dtype)
+        assert type(made) is type(wanted)
+        for name in ("shape", "strides", "dtype", "size", "base", "_index_32_bits"):
+            assert getattr(made, name) == getattr(wanted, name), name
+        assert made.flags.c_contiguous
+        assert made.data.ptr == wanted.data.ptr - (1 << 20), "memory of its own, before the other's"
+        made.shape = (1, *shape)
+        assert made.shape == (1, *shape)
+
+
 @pytest.mark.parametrize("with_lengths", [False, True])
 def test_out_on_a_gpu_is_looked_at_in_each_call(
     with_lengths: bool, gpus: Gpus, checked: list[Any]
