@@ -2,6 +2,11 @@
 //
 // A thread has a whole row, or with LANES above 1 a part of it that is as many lanes apart as a warp has rows: a rotation
 // then is additions of registers, with few exchanges or none.
+//
+// Where lanes have to exchange, it is half of what they have: of each pair of lanes one computes sums and differences of
+// the lower half of its channels, one of the upper. For each such step a bit of the channel within the part and a bit of the
+// part change places. The half to keep is to be in the same registers of both, so the lane with the upper part loads these
+// halves turned about, and has differences where the other has sums from then on.
 #pragma once
 
 #include "fp8/tile.cuh"
@@ -12,22 +17,50 @@ constexpr int LANES = THREADS / TILE;  // that share a row
 constexpr int CHANNELS = D / LANES;    // of a thread
 constexpr int WARP_ROWS = 32 / LANES;  // neighbours, the first a multiple of 8
 
+constexpr bool EXCHANGED = MIXED > CHANNELS;  // between lanes
+static_assert(!EXCHANGED || MIXED == D, "all lanes of a row, or none");
+
 typedef float Channels[CHANNELS];
+
+// Which half of the registers goes to the lane that is `lanes` parts away, by the distance of its halves.
+__device__ __forceinline__ constexpr int half_sent(int lanes) { return CHANNELS / 2 / lanes; }
+
+// By which bits of their numbers the registers of a part are turned about.
+__device__ __forceinline__ int turned(int part) {
+    int bits = 0;
+    if (EXCHANGED) {
+#pragma unroll
+        for (int lanes = 1; lanes < LANES; lanes *= 2) bits |= part & lanes ? half_sent(lanes) : 0;
+    }
+    return bits;
+}
+
+// Which channel of the row a register has after the rotation. Those of 16 registers are neighbours.
+__device__ __forceinline__ int channel_of(int at, int part) {
+    if (!EXCHANGED) return part * CHANNELS + at;
+    const int bits = at ^ turned(part);
+    int channel = turned(part) + bits % (CHANNELS / LANES);
+#pragma unroll
+    for (int lanes = 1; lanes < LANES; lanes *= 2) channel += bits & half_sent(lanes) ? CHANNELS * lanes : 0;
+    return channel;
+}
 
 // What a thread has of its row, times the factors, K without its mean. No multiplication may merge with an addition, here
 // and below: NumPy's codes would differ.
 template <bool OF_K>
-__device__ __forceinline__ void load_row(Channels& x, const unsigned char* row, const float* means, const float* factors) {
+__device__ __forceinline__ void load_row(Channels& x, const unsigned char* row, const float* means, const float* factors,
+                                         int turned) {
 #pragma unroll
     for (int at = 0; at < CHANNELS; at += 8) {
+        const int from = at ^ turned;
         float eight[8];
-        to_floats(eight, *reinterpret_cast<const uint4*>(row + 2 * at));
+        to_floats(eight, *reinterpret_cast<const uint4*>(row + 2 * from));
 #pragma unroll
         for (int half = 0; half < 8; half += 4) {
-            const float4 factor = *reinterpret_cast<const float4*>(factors + at + half);
+            const float4 factor = *reinterpret_cast<const float4*>(factors + from + half);
             float* four = eight + half;
             if (OF_K) {
-                const float4 mean = *reinterpret_cast<const float4*>(means + at + half);
+                const float4 mean = *reinterpret_cast<const float4*>(means + from + half);
                 four[0] -= mean.x, four[1] -= mean.y, four[2] -= mean.z, four[3] -= mean.w;
             }
             x[at + half] = __fmul_rn(four[0], factor.x), x[at + half + 1] = __fmul_rn(four[1], factor.y);
@@ -53,27 +86,35 @@ __device__ __forceinline__ float times_mean(const unsigned char* row, const floa
 
 // Walsh-Hadamard of each MIXED channels, from the lowest bit up. Of a row the answer is the largest size, with any sign.
 __device__ __forceinline__ float mix(Channels& x) {
-    constexpr bool LAST_HERE = MIXED > 1 && MIXED <= CHANNELS;
     float most[4] = {};  // apart, so that none waits for the one before
-#pragma unroll
-    for (int half = 1; half < min(MIXED, CHANNELS); half *= 2) {
+    // Sums and differences of registers that are `half` apart; of what is turned about where `sign` is -1.
+    auto add = [&](int half, float sign, bool last) {
 #pragma unroll
         for (int i = 0; i < CHANNELS; ++i) {
             if (i & half) continue;
             const float low = x[i], high = x[i + half];
-            x[i] = low + high, x[i + half] = low - high;
+            x[i] = sign * low + high, x[i + half] = low - sign * high;
             // The larger of the two in size, rounded as it is; to add takes half as long as to compare.
-            if (LAST_HERE && 2 * half == MIXED) most[i % 4] = larger(most[i % 4], fabsf(low) + fabsf(high));
+            if (last) most[i % 4] = larger(most[i % 4], fabsf(low) + fabsf(high));
+        }
+    };
+    auto sign_of = [](int lanes) { return threadIdx.x & lanes * WARP_ROWS ? -1.f : 1.f; };
+#pragma unroll
+    for (int half = 1; half < min(MIXED, CHANNELS); half *= 2) {
+        const int lanes = CHANNELS / 2 / half;  // apart, which exchange these halves afterwards
+        add(half, EXCHANGED && lanes < LANES ? sign_of(lanes) : 1.f, 2 * half == MIXED);
+    }
+    if (EXCHANGED) {
+#pragma unroll
+        for (int lanes = 1; lanes < LANES; lanes *= 2) {
+            const int half = half_sent(lanes);
+#pragma unroll
+            for (int i = 0; i < CHANNELS; ++i)
+                if (i & half) x[i] = __shfl_xor_sync(~0u, x[i], lanes * WARP_ROWS);
+            add(half, sign_of(lanes), 2 * lanes == LANES);
         }
     }
-#pragma unroll
-    for (int half = CHANNELS; half < MIXED; half *= 2) {
-        const int apart = half / CHANNELS * WARP_ROWS;
-        const float sign = threadIdx.x & apart ? -1.f : 1.f;
-#pragma unroll
-        for (int i = 0; i < CHANNELS; ++i) x[i] = __shfl_xor_sync(~0u, x[i], apart) + sign * x[i];
-    }
-    if (!LAST_HERE) {
+    if (MIXED == 1) {
 #pragma unroll
         for (int i = 0; i < CHANNELS; ++i) most[i % 4] = larger(most[i % 4], x[i]);
     }
@@ -120,7 +161,8 @@ __device__ __forceinline__ void quantize_rows(Stage& stage, const Work& work, co
         if (part == 0 && row < work.length) a.lse_shifts[work.head_of_all(a) * a.q_len + row] = shift;
     }
     Channels x;
-    load_row<OF_K>(x, own + 2 * part * CHANNELS, stage.means + part * CHANNELS, stage.factors + part * CHANNELS);
+    const int place = part * CHANNELS;
+    load_row<OF_K>(x, own + 2 * place, stage.means + place, stage.factors + place, turned(part));
     float size = mix(x);
     if (row >= work.end) size = 0.f;
     const float scale = scale_for(largest_of_group(size, OF_K ? a.k_sharing : a.q_sharing), LARGEST_QK);
@@ -146,7 +188,7 @@ __device__ __forceinline__ void quantize_rows(Stage& stage, const Work& work, co
                                     __fmul_rn(four[3], inverse), CONFIG_QK_ELEMENT());
             words[i] = inverse == 0.f ? 0 : word;  // neither NaN nor -0
         }
-        *reinterpret_cast<uint4*>(own + part * CHANNELS + at) = make_uint4(words[0], words[1], words[2], words[3]);
+        *reinterpret_cast<uint4*>(own + channel_of(at, part)) = make_uint4(words[0], words[1], words[2], words[3]);
     }
     __syncwarp();
     constexpr int ROW_UNITS = D / 16;
