@@ -32,9 +32,18 @@ def test_kernels_compile_without_spills(mixed: str, dim: int, dtype: str, qk_dty
         assert not used.warnings
 
 
+@needs_compiler
+def test_kernels_that_share_scales_by_128_rows_compile_without_spills() -> None:
+    module = gpu_quantizer.specialisation(256, "float16", "int8", 256, shared_by_128=True)
+    resources = cache.get(module, "sm_90a", show_progress=False).resources
+    assert not any(used.spill_stores + used.spill_loads for used in resources.values())
+
+
+@pytest.mark.parametrize("shared_by_128", [False, True])
 @pytest.mark.parametrize("dim", DIMS)
-def test_a_multiprocessor_holds_its_blocks_of_codes(dim: int) -> None:
-    config = dict(gpu_quantizer.specialisation(dim, "float16", "e4m3", dim).config)
+def test_a_multiprocessor_holds_its_blocks_of_codes(dim: int, shared_by_128: bool) -> None:
+    module = gpu_quantizer.specialisation(dim, "float16", "e4m3", dim, shared_by_128=shared_by_128)
+    config = dict(module.config)
     resident, bytes_of_block = config["resident"], config["shared_memory"]
     assert isinstance(resident, int)
     assert isinstance(bytes_of_block, int)
@@ -56,10 +65,12 @@ def test_a_recipe_costs_no_statistics_that_it_does_not_need() -> None:
 
 
 def test_no_more_blocks_than_tiles_or_than_fit_at_once() -> None:
-    assert SHAPES.tiles == 2 * (8 * 8 + 4 * 12 + 4 * 12)
+    tiles = 2 * (8 * 8 + 4 * 12 + 4 * 12)
+    assert SHAPES.tiles(128) == tiles
+    assert SHAPES.tiles(64) == 2 * tiles
     cuts = {sms: gpu_quantizer._cuts(PRESETS["f8"], SHAPES, sms)["codes"] for sms in (2, 132)}
     assert cuts[2][0] == 2 * 3
-    assert cuts[132][0] == SHAPES.tiles
+    assert cuts[132][0] == tiles
 
 
 def test_what_begins_as_0_are_counts_and_sums() -> None:

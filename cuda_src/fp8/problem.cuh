@@ -8,7 +8,8 @@ namespace cuflash {
 constexpr int D = CONFIG_HEAD_DIM;  // bucket; channels from a.dim on are 0
 constexpr int MIXED = CONFIG_MIXED;  // channels that are rotated together, a power of two; 1 for none
 constexpr int UNITS = D / 8;        // of 8 channels, 16 bytes
-constexpr int TILE = 128;           // rows of Q or K, or keys of V, that a block takes at once
+constexpr int TILE = CONFIG_TILE;   // rows of Q or K, or keys of V, that a block takes at once: 128, or 64
+constexpr int FIRST = 128;          // keys whose values are kept
 constexpr int CHUNK = 256;          // rows of a block of `statistics`
 constexpr int RUN = 16, FEWEST = 2048;  // of a sample, as in fp8/sample.py
 
@@ -45,7 +46,7 @@ struct Arguments {
     float* q_scales;     // (entries, q_heads, q_len)
     float* k_scales;     // (entries, kv_heads, key_blocks, 4)
     float* lse_shifts;   // (entries, q_heads, q_len): products of rows with the mean of K; or null
-    u16* first_values;   // (entries, kv_heads, TILE, D), of the first keys: V less v_means, in units of v_scales, in float16
+    u16* first_values;   // (entries, kv_heads, FIRST, D), of the first keys: V less v_means, in units of v_scales, in float16
     const float* signs;  // (1 or kv_heads, D); or null
     int entries, q_heads, kv_heads, group, q_len, kv_len, dim, q_chunks, k_chunks, v_chunks, key_blocks;
     int q_sharing, k_sharing;

@@ -131,14 +131,14 @@ __device__ __forceinline__ float largest_of_group(float size, int sharing) {
     const int warp = threadIdx.x / 32, columns = threadIdx.x % 8 / 2;
 #pragma unroll
     for (int other = 1; other < WARP_ROWS; other *= 2) {
-        const bool same_columns = other == 1 || other >= 8;
+        const bool same_columns = other == 1 || other >= (TILE == 64 ? 4 : 8);
         if (same_columns || sharing != COLUMNS) size = larger(size, __shfl_xor_sync(~0u, size, other));
     }
     if (threadIdx.x % 32 < 8) sizes[warp][columns] = size;
     __syncthreads();  // readers of the tile before are past another
 #pragma unroll
     for (int other = 0; other < WARPS; ++other)
-        if (sharing != BLOCK_64 || other / (WARPS / 2) == warp / (WARPS / 2)) size = larger(size, sizes[other][columns]);
+        if (TILE == 64 || sharing != BLOCK_64 || other / (WARPS / 2) == warp / (WARPS / 2)) size = larger(size, sizes[other][columns]);
     return fabsf(size);
 }
 
@@ -153,7 +153,7 @@ __device__ __forceinline__ u32 encode(float a, float b, float c, float d, Int8) 
 template <bool OF_K>
 __device__ __forceinline__ void quantize_rows(Stage& stage, const Work& work, const Arguments& a) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * WARP_ROWS, in_tile = first + lane % WARP_ROWS;
-    const int part = lane / WARP_ROWS, row = work.tile * TILE + in_tile;
+    const int part = lane / WARP_ROWS, row = work.first_row(a) + work.distance(in_tile, a);
     unsigned char* own = stage.rows[in_tile];
 
     if (!OF_K && a.lse_shifts != nullptr) {
@@ -169,10 +169,10 @@ __device__ __forceinline__ void quantize_rows(Stage& stage, const Work& work, co
     if (!OF_K) {
         if (part == 0 && row < work.length) a.q_scales[work.head_of_all(a) * a.q_len + row] = scale;
     } else {
-        int key = in_tile;
+        int key = TILE == 64 ? row % 128 : in_tile;
         asm volatile("" : "+r"(key));  // else what follows from it is kept from tile to tile, for which a register lacks
         if (part == 0 && key % 64 < 8 && key % 2 == 0)  // of each 64 keys those of each thread of four
-            a.k_scales[(work.head_of_all(a) * a.key_blocks + work.tile * 2 + key / 64) * 4 + key % 8 / 2] = scale;
+            a.k_scales[(work.head_of_all(a) * a.key_blocks + (TILE == 64 ? work.tile / 2 : work.tile) * 2 + key / 64) * 4 + key % 8 / 2] = scale;
     }
 
     // Codes take the place of the warp's rows, from where they leave in whole lines.
@@ -192,12 +192,15 @@ __device__ __forceinline__ void quantize_rows(Stage& stage, const Work& work, co
     }
     __syncwarp();
     constexpr int ROW_UNITS = D / 16;
-    unsigned char* to = (OF_K ? a.k_codes : a.q_codes) + (work.head_of_all(a) * work.length + work.tile * TILE + first) * D;
+    const int first_of_warp = work.first_row(a) + work.distance(first, a);
+    unsigned char* to = (OF_K ? a.k_codes : a.q_codes) + (work.head_of_all(a) * work.length + first_of_warp) * D;
 #pragma unroll
-    for (int i = lane; i < WARP_ROWS * ROW_UNITS; i += 32)
-        if (work.tile * TILE + first + i / ROW_UNITS < work.length)
-            *reinterpret_cast<uint4*>(to + 16 * i) =
-                *reinterpret_cast<const uint4*>(stage.rows[first + i / ROW_UNITS] + i % ROW_UNITS * 16);
+    for (int i = lane; i < WARP_ROWS * ROW_UNITS; i += 32) {
+        const int place = i / ROW_UNITS, distance = work.distance(place, a);  // the warp's first place is a multiple of 4
+        if (first_of_warp + distance < work.length)
+            *reinterpret_cast<uint4*>(to + 16 * i + (distance - place) * D) =
+                *reinterpret_cast<const uint4*>(stage.rows[first + place] + i % ROW_UNITS * 16);
+    }
 }
 
 }  // namespace cuflash

@@ -1,4 +1,7 @@
-// Tiles of 128 rows of Q, K or V, and how they come to shared memory while the block works on the one before.
+// Tiles of rows of Q, K or V, and how they come to shared memory while the block works on the one before.
+//
+// A tile has all rows that share a scale, so that no block waits for another: where it has 64 rows and K's are shared by
+// columns, these are keys 0 to 3 or 4 to 7 of each 8 of 128. Recipes that share by 128 rows have tiles of 128.
 #pragma once
 
 #include "fp8/problem.cuh"
@@ -27,11 +30,22 @@ struct Work {
     __device__ __forceinline__ i64 head_of_all(const Arguments& a) const {
         return i64(entry) * (role == QUERIES ? a.q_heads : a.kv_heads) + head;
     }
+    // Whether rows lie 4 by 4 of each 8.
+    __device__ __forceinline__ bool spread(const Arguments& a) const {
+        return TILE == 64 && role == KEYS && a.k_sharing == COLUMNS;
+    }
+    __device__ __forceinline__ int first_row(const Arguments& a) const {
+        return spread(a) ? tile / 2 * 128 + tile % 2 * 4 : tile * TILE;
+    }
+    // How far from the first the row is that has this place in the tile.
+    __device__ __forceinline__ int distance(int place, const Arguments& a) const {
+        return spread(a) ? place + (place & ~3) : place;
+    }
 };
 
 // Those that the statistics read last come first: some of their rows are in the L2 cache still.
 __device__ __forceinline__ Work work_of(const Arguments& a, int index) {
-    const u32 q_tiles = (a.q_len + TILE - 1) / TILE, kv_tiles = a.key_blocks / 2;  // divisions of unsigned take half as long
+    const u32 q_tiles = (a.q_len + TILE - 1) / TILE, kv_tiles = a.key_blocks / (TILE / 64);  // divisions of unsigned take half as long
     const u32 of_queries = a.entries * a.q_heads * q_tiles, of_keys = a.entries * a.kv_heads * kv_tiles;
     u32 place = of_queries + 2 * of_keys - 1 - index;
     Work work;
@@ -48,21 +62,22 @@ __device__ __forceinline__ Work work_of(const Arguments& a, int index) {
 
 // How many tiles there are.
 __device__ __forceinline__ int tiles_of(const Arguments& a) {
-    return a.entries * (a.q_heads * ((a.q_len + TILE - 1) / TILE) + a.kv_heads * a.key_blocks);
+    return a.entries * (a.q_heads * ((a.q_len + TILE - 1) / TILE) + a.kv_heads * a.key_blocks * (128 / TILE));
 }
 
 // Copies of a tile's rows begin; those past the end and channels past the dim are 0.
 __device__ __forceinline__ void begin_rows(Stage& stage, const Work& work, const Arguments& a) {
     constexpr int ROWS_AT_ONCE = THREADS / UNITS;
     const Input& from = work.role == QUERIES ? a.q : work.role == KEYS ? a.k : a.v;
-    const int unit = threadIdx.x % UNITS, first = threadIdx.x / UNITS;
-    const int rows = unit * 8 < a.dim ? work.end - work.tile * TILE : 0;  // dims are multiples of 8
-    const u16* at = row_of(from, work.entry, work.head, work.tile * TILE + first) + unit * 8;
-    const i64 step = ROWS_AT_ONCE * from.row;
-    const u32 to = shared_address(&stage.rows[first][16 * unit]);
+    const int unit = threadIdx.x % UNITS, place = threadIdx.x / UNITS, first = work.distance(place, a);
+    const int rows = unit * 8 < a.dim ? work.end - work.first_row(a) : 0;  // dims are multiples of 8
+    const u16* at = row_of(from, work.entry, work.head, work.first_row(a) + first) + unit * 8;
+    const int apart = work.distance(ROWS_AT_ONCE, a);  // a multiple of 4 where rows are spread
+    const i64 step = apart * from.row;
+    const u32 to = shared_address(&stage.rows[place][16 * unit]);
 #pragma unroll
     for (int i = 0; i < TILE / ROWS_AT_ONCE; ++i, at += step)
-        copy_async(to + i * ROWS_AT_ONCE * int(sizeof(stage.rows[0])), at, first + i * ROWS_AT_ONCE < rows ? 16 : 0);
+        copy_async(to + i * ROWS_AT_ONCE * int(sizeof(stage.rows[0])), at, first + i * apart < rows ? 16 : 0);
 }
 
 // Copies of what the statistics say of its channels.

@@ -35,8 +35,8 @@ __device__ __forceinline__ void keep_first_values(const Work& work, const Argume
     __syncthreads();
     const int unit = threadIdx.x % UNITS, keys = unit * 8 < a.dim ? work.end : 0;
     const i64 head = work.head_of_all(a);
-    uint4* to = reinterpret_cast<uint4*>(a.first_values) + head * (TILE * UNITS);
-    for (int key = threadIdx.x / UNITS; key < TILE; key += THREADS / UNITS) {
+    uint4* to = reinterpret_cast<uint4*>(a.first_values) + head * (FIRST * UNITS);
+    for (int key = threadIdx.x / UNITS; key < FIRST; key += THREADS / UNITS) {
         u32 words[4] = {};
         if (key < keys) {
             float x[8];
@@ -56,7 +56,7 @@ __device__ __forceinline__ void keep_first_values(const Work& work, const Argume
 
 // The last of a head's tiles does what needs all.
 __device__ __forceinline__ void finish_values(const Work& work, const Arguments& a) {
-    if (!last_to_come(a.value_tiles + work.head_of_all(a), a.key_blocks / 2)) return;
+    if (!last_to_come(a.value_tiles + work.head_of_all(a), a.key_blocks / (TILE / 64))) return;
     if (a.residual_mean) finish_means(work, a);
     if (a.keep_first) keep_first_values(work, a);
 }
@@ -64,7 +64,7 @@ __device__ __forceinline__ void finish_values(const Work& work, const Arguments&
 // A warp takes 8 channels at a time, of all keys: a lane one channel, and of each 16 keys those that a thread of four has in
 // the operand of a product, 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t, which are neighbours in memory for that reason.
 __device__ __forceinline__ void quantize_values(Stage& stage, const Work& work, const Arguments& a) {
-    constexpr int GROUPS = TILE / 16;
+    constexpr int GROUPS = TILE / 16, SLOTS = 8 / GROUPS;
     const int lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
     const int keys = work.end - work.tile * TILE;  // may be more or less than there are here
     const i64 first_channel = work.head_of_all(a) * D, length = i64(a.key_blocks) * 64;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void quantize_values(Stage& stage, const Work& work, 
             }
             // The codes take the place of the 8 channels, 16 keys in the 16 bytes of a row, so that no bank is met twice:
             // now by lanes of all channels, below by those of a channel's groups.
-            *reinterpret_cast<u32*>(&stage.rows[8 * group + (row ^ group)][2 * channels + 4 * t]) = word;
+            *reinterpret_cast<u32*>(&stage.rows[8 * group + (row ^ group * SLOTS)][2 * channels + 4 * t]) = word;
         }
         if (a.residual_mean) {
             int whole = int(sum * 512.f);
@@ -109,7 +109,7 @@ __device__ __forceinline__ void quantize_values(Stage& stage, const Work& work, 
             const int channel_row = i / GROUPS, group = i % GROUPS;
             unsigned char* to = a.v_codes + (first_channel + channels + channel_row) * length + work.tile * TILE + 16 * group;
             *reinterpret_cast<uint4*>(to) =
-                *reinterpret_cast<const uint4*>(&stage.rows[8 * group + (channel_row ^ group)][2 * channels]);
+                *reinterpret_cast<const uint4*>(&stage.rows[8 * group + (channel_row ^ group * SLOTS)][2 * channels]);
         }
     }
     if (a.residual_mean || a.keep_first) finish_values(work, a);

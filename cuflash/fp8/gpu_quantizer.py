@@ -25,11 +25,8 @@ from .rotation import rotation_of
 from .sample import FEWEST, RUN, runs
 
 _SMS = 132
-_CHUNK, _TILE, _KEYS = 256, 128, 64  # as in the source
+_CHUNK, _FIRST, _KEYS = 256, 128, 64  # as in the source
 _RECORDS = {"q_partial": 1, "k_partial": 2, "v_partial": 3}
-# Threads of a block of codes, and blocks of a multiprocessor, by buckets of the head dim: as many
-# as have room for a row in registers, in one thread or in four, and for two tiles in shared memory.
-_BLOCKS = {64: (128, 5), 128: (128, 3), 256: (512, 1)}
 _ALIGNMENT = 256
 _SHARING: dict[Any, int] = {"token": 0, "columns": 1, 64: 2, 128: 3}
 _LARGEST = {"e4m3": "448.f", "int8": "127.f"}
@@ -89,11 +86,10 @@ class Shapes:
         heads = spec.batch, spec.q_heads, spec.kv_heads
         return cls(*heads, spec.q_len, spec.kv_len, dim, key_blocks, *chunks)
 
-    @property
-    def tiles(self) -> int:
-        """Of 128 rows of q, k and v."""
-        q_tiles = self.q_heads * -(-self.q_len // _TILE)
-        return self.batch * (q_tiles + self.kv_heads * self.key_blocks)
+    def tiles(self, rows: int) -> int:
+        """Of so many rows of q, k and v."""
+        q_tiles = self.q_heads * -(-self.q_len // rows)
+        return self.batch * (q_tiles + 2 * self.kv_heads * self.key_blocks * _KEYS // rows)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -120,7 +116,7 @@ class Shapes:
             "q_scales": 4 * queries,
             "k_scales": 4 * heads * self.key_blocks * 4,
             "lse_shifts": 4 * queries,
-            "first_values": 2 * heads * _TILE * self.dim,
+            "first_values": 2 * heads * _FIRST * self.dim,
         }
 
     @property
@@ -140,6 +136,36 @@ def _sample_chunks(length: int, is_most: bool) -> int:
     return -(-runs(most) * RUN // _CHUNK)
 
 
+class Blocks(NamedTuple):
+    """Of codes: rows of a tile, threads of a block, and blocks of a multiprocessor.
+
+    As many as have room for a row in registers, in one thread or in four, and for two tiles in
+    shared memory.
+    """
+
+    tile: int
+    threads: int
+    resident: int
+
+    @classmethod
+    def of(cls, dim: int, shared_by_128: bool) -> Blocks:
+        """For a bucket of the head dim, and whether 128 rows have one scale: a tile has them all.
+
+        Two blocks of half the threads rather than one, so that one computes while the other waits.
+        """
+        if dim == 256:
+            return cls(128, 512, 1) if shared_by_128 else cls(64, 256, 2)
+        return cls(128, 128, 5 if dim == 64 else 3)
+
+    def shared_memory(self, dim: int) -> int:
+        """Bytes of a block: two tiles, 16 bytes after each row, and two numbers a channel."""
+        return 2 * (self.tile * (2 * dim + 16) + 2 * 4 * dim)
+
+
+def _shares_by_128(recipe: Fp8Recipe) -> bool:
+    return 128 in (recipe.q_block, recipe.k_block)
+
+
 class Codes(NamedTuple):
     """Addresses of codes and scales in one block of device memory, which it holds."""
 
@@ -155,27 +181,27 @@ class Codes(NamedTuple):
     first_values: int
 
 
-def specialisation(dim: int, dtype: str, qk_dtype: str, mixed: int) -> Specialisation:
-    """The module for a bucket of the head dim, of which `mixed` channels are rotated together."""
-    marks = {qk_dtype: True, f"mixed{mixed}": mixed > 1}
+def specialisation(
+    dim: int, dtype: str, qk_dtype: str, mixed: int, *, shared_by_128: bool = False
+) -> Specialisation:
+    """The module for a bucket of the head dim, of which `mixed` channels are rotated together, and
+    of recipes in which 128 rows have one scale or none.
+    """
+    blocks = Blocks.of(dim, shared_by_128)
+    marks = {qk_dtype: True, f"mixed{mixed}": mixed > 1, f"rows{blocks.tile}": blocks.tile != 128}
     name = fused.module_name("quantize", (dim, dim), dtype, marks)
-    threads, resident = _BLOCKS[dim]
     config = (
         ("head_dim", dim),
         ("mixed", mixed),
         ("element", fused.ELEMENT[dtype]),
         ("qk_element", _QK_ELEMENT[qk_dtype]),
         ("largest", _LARGEST[qk_dtype]),
-        ("threads", threads),
-        ("resident", resident),
-        ("shared_memory", _shared_memory(dim)),
+        ("tile", blocks.tile),
+        ("threads", blocks.threads),
+        ("resident", blocks.resident),
+        ("shared_memory", blocks.shared_memory(dim)),
     )
     return Specialisation("fp8/quantize.cu", name, config, exact_arch=True)
-
-
-def _shared_memory(dim: int) -> int:
-    """Bytes of a block of codes: two tiles, 16 bytes after each row, and two numbers a channel."""
-    return 2 * (_TILE * (2 * dim + 16) + 2 * 4 * dim)
 
 
 def prepare(
@@ -188,7 +214,9 @@ def prepare(
 
     shapes = Shapes.of(spec, dim)
     rotation = rotation_of(recipe, spec.head_dim, spec.kv_heads)
-    compiled = specialisation(dim, spec.dtype, recipe.qk_dtype, rotation.block)
+    compiled = specialisation(
+        dim, spec.dtype, recipe.qk_dtype, rotation.block, shared_by_128=_shares_by_128(recipe)
+    )
     loaded = module.load(compiled, device)
     signs = None
     if rotation.signs is not None:
@@ -234,11 +262,16 @@ def _cuts(recipe: Fp8Recipe, shapes: Shapes, sms: int) -> dict[str, tuple[int, i
         chunks += heads * shapes.k_chunks
     if recipe.balance:
         chunks += shapes.batch * shapes.q_heads * shapes.q_chunks
-    threads, resident = _BLOCKS[shapes.dim]
+    blocks = Blocks.of(shapes.dim, _shares_by_128(recipe))
+    tiles = shapes.tiles(blocks.tile)
     return {
         "statistics": (chunks, 128, 0),
         "summary": (heads * shapes.dim // 32, 512, 0),
-        "codes": (min(shapes.tiles, sms * resident), threads, _shared_memory(shapes.dim)),
+        "codes": (
+            min(tiles, sms * blocks.resident),
+            blocks.threads,
+            blocks.shared_memory(shapes.dim),
+        ),
     }
 
 
