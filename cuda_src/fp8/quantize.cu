@@ -19,22 +19,30 @@ namespace cuflash {
 __device__ __forceinline__ void quantize(const Arguments& a) {
     extern __shared__ __align__(16) unsigned char shared[];
     Stage* stages = reinterpret_cast<Stage*>(shared);
-    __shared__ Work works[2];  // not in registers, of which rows need all
+    // What this turn's tile is of, and the next two's: found by one thread a turn before the others ask for its rows, since it
+    // takes divisions. Not in registers, of which rows need all.
+    __shared__ Work works[4];
     const int tiles = tiles_of(a), step = gridDim.x;
-    auto begin = [&](int index, int which, bool first = false) {
-        const Work work = work_of(a, index);
-        begin_rows(stages[which], work, a);
-        if (first) await_kernel_before();  // it makes the factors, not the rows
-        begin_factors(stages[which], work, a);
-        if (threadIdx.x == 0) works[which] = work;
+    auto find = [&](int turn, int index) {
+        if (index < tiles) works[turn % 4] = work_of(a, index);
     };
-    begin(blockIdx.x, 0, true);
-    int now = 0;
-    for (int index = blockIdx.x; index < tiles; index += step, now ^= 1) {
+    if (threadIdx.x < 2) find(threadIdx.x, blockIdx.x + threadIdx.x * step);
+    __syncthreads();
+    begin_rows(stages[0], works[0], a);
+    await_kernel_before();  // it makes the factors, not the rows
+    begin_factors(stages[0], works[0], a);
+    int turn = 0;
+    for (int index = blockIdx.x; index < tiles; index += step, ++turn) {
+        const int now = turn % 2;
         wait_copies();
         __syncthreads();  // all have their copies, and none is at the tile before
-        if (index + step < tiles) begin(index + step, now ^ 1);
-        const Work& work = works[now];
+        if (index + step < tiles) {
+            const Work& next = works[(turn + 1) % 4];
+            begin_rows(stages[now ^ 1], next, a);
+            begin_factors(stages[now ^ 1], next, a);
+        }
+        if (threadIdx.x == THREADS - 1) find(turn + 2, index + 2 * step);
+        const Work& work = works[turn % 4];
         if (work.role == VALUES)
             quantize_values(stages[now], work, a);
         else if (work.role == KEYS)

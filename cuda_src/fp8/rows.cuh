@@ -158,7 +158,7 @@ __device__ __forceinline__ void quantize_rows(Stage& stage, const Work& work, co
 
     if (!OF_K && a.lse_shifts != nullptr) {
         const float shift = times_mean(own + 2 * part * CHANNELS, stage.means + part * CHANNELS);
-        if (part == 0 && row < work.length) a.lse_shifts[work.head_of_all(a) * a.q_len + row] = shift;
+        if (part == 0 && row < work.length) a.lse_shifts[work.head_of_all * a.q_len + row] = shift;
     }
     Channels x;
     const int place = part * CHANNELS;
@@ -167,12 +167,12 @@ __device__ __forceinline__ void quantize_rows(Stage& stage, const Work& work, co
     if (row >= work.end) size = 0.f;
     const float scale = scale_for(largest_of_group(size, OF_K ? a.k_sharing : a.q_sharing), LARGEST_QK);
     if (!OF_K) {
-        if (part == 0 && row < work.length) a.q_scales[work.head_of_all(a) * a.q_len + row] = scale;
+        if (part == 0 && row < work.length) a.q_scales[work.head_of_all * a.q_len + row] = scale;
     } else {
         int key = TILE == 64 ? row % 128 : in_tile;
         asm volatile("" : "+r"(key));  // else what follows from it is kept from tile to tile, for which a register lacks
         if (part == 0 && key % 64 < 8 && key % 2 == 0)  // of each 64 keys those of each thread of four
-            a.k_scales[(work.head_of_all(a) * a.key_blocks + (TILE == 64 ? work.tile / 2 : work.tile) * 2 + key / 64) * 4 + key % 8 / 2] = scale;
+            a.k_scales[(work.head_of_all * a.key_blocks + (TILE == 64 ? work.tile / 2 : work.tile) * 2 + key / 64) * 4 + key % 8 / 2] = scale;
     }
 
     // Codes take the place of the warp's rows, from where they leave in whole lines.
@@ -193,7 +193,7 @@ __device__ __forceinline__ void quantize_rows(Stage& stage, const Work& work, co
     __syncwarp();
     constexpr int ROW_UNITS = D / 16;
     const int first_of_warp = work.first_row(a) + work.distance(first, a);
-    unsigned char* to = (OF_K ? a.k_codes : a.q_codes) + (work.head_of_all(a) * work.length + first_of_warp) * D;
+    unsigned char* to = (OF_K ? a.k_codes : a.q_codes) + (work.head_of_all * work.length + first_of_warp) * D;
 #pragma unroll
     for (int i = lane; i < WARP_ROWS * ROW_UNITS; i += 32) {
         const int place = i / ROW_UNITS, distance = work.distance(place, a);  // the warp's first place is a multiple of 4

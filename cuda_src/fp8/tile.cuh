@@ -24,12 +24,12 @@ static_assert(2 * sizeof(Stage) == CONFIG_SHARED_MEMORY, "the bytes in fp8/gpu_q
 // What a tile is of.
 struct Work {
     Role role;
-    int entry, head, kv_head, tile;
-    int end, length;  // rows that are used, and that there are
+    int tile;
+    int end, length;                  // rows that are used, and that there are
+    i64 head_of_all, kv_head_of_all;  // of (entries, heads), and of the keys that go with it
+    const u16* rows;                  // the tile's first
+    i64 step;                         // from row to row, in elements
 
-    __device__ __forceinline__ i64 head_of_all(const Arguments& a) const {
-        return i64(entry) * (role == QUERIES ? a.q_heads : a.kv_heads) + head;
-    }
     // Whether rows lie 4 by 4 of each 8.
     __device__ __forceinline__ bool spread(const Arguments& a) const {
         return TILE == 64 && role == KEYS && a.k_sharing == COLUMNS;
@@ -53,10 +53,12 @@ __device__ __forceinline__ Work work_of(const Arguments& a, int index) {
     place -= work.role == QUERIES ? 0 : work.role == KEYS ? of_queries : of_queries + of_keys;
     const u32 tiles = work.role == QUERIES ? q_tiles : kv_tiles, heads = work.role == QUERIES ? a.q_heads : a.kv_heads;
     const u32 head_of_all = place / tiles, entry = head_of_all / heads;
-    work.tile = place - head_of_all * tiles, work.head = head_of_all - entry * heads, work.entry = entry;
-    work.kv_head = work.role == QUERIES ? u32(work.head) / u32(a.group) : work.head;
+    work.tile = place - head_of_all * tiles, work.head_of_all = head_of_all;
+    work.kv_head_of_all = work.role == QUERIES ? head_of_all / u32(a.group) : head_of_all;
     work.length = work.role == QUERIES ? a.q_len : a.kv_len;
-    work.end = used(work.role == QUERIES ? a.q_lens : a.kv_lens, work.entry, work.length);
+    work.end = used(work.role == QUERIES ? a.q_lens : a.kv_lens, entry, work.length);
+    const Input& from = work.role == QUERIES ? a.q : work.role == KEYS ? a.k : a.v;
+    work.rows = row_of(from, entry, head_of_all - entry * heads, work.first_row(a)), work.step = from.row;
     return work;
 }
 
@@ -68,12 +70,11 @@ __device__ __forceinline__ int tiles_of(const Arguments& a) {
 // Copies of a tile's rows begin; those past the end and channels past the dim are 0.
 __device__ __forceinline__ void begin_rows(Stage& stage, const Work& work, const Arguments& a) {
     constexpr int ROWS_AT_ONCE = THREADS / UNITS;
-    const Input& from = work.role == QUERIES ? a.q : work.role == KEYS ? a.k : a.v;
     const int unit = threadIdx.x % UNITS, place = threadIdx.x / UNITS, first = work.distance(place, a);
     const int rows = unit * 8 < a.dim ? work.end - work.first_row(a) : 0;  // dims are multiples of 8
-    const u16* at = row_of(from, work.entry, work.head, work.first_row(a) + first) + unit * 8;
+    const u16* at = work.rows + first * work.step + unit * 8;
     const int apart = work.distance(ROWS_AT_ONCE, a);  // a multiple of 4 where rows are spread
-    const i64 step = apart * from.row;
+    const i64 step = apart * work.step;
     const u32 to = shared_address(&stage.rows[place][16 * unit]);
 #pragma unroll
     for (int i = 0; i < TILE / ROWS_AT_ONCE; ++i, at += step)
@@ -82,7 +83,7 @@ __device__ __forceinline__ void begin_rows(Stage& stage, const Work& work, const
 
 // Copies of what the statistics say of its channels.
 __device__ __forceinline__ void begin_factors(Stage& stage, const Work& work, const Arguments& a) {
-    const i64 of_head = (i64(work.entry) * a.kv_heads + work.kv_head) * D;
+    const i64 of_head = work.kv_head_of_all * D;
     const float* means = (work.role == VALUES ? a.v_means : a.k_means) + of_head;
     const float* factors = (work.role == VALUES ? a.v_scales : work.role == KEYS ? a.k_factors : a.q_factors) + of_head;
     const int place = threadIdx.x * 4;

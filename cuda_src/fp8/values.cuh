@@ -25,7 +25,7 @@ __device__ __forceinline__ bool last_to_come(u32* count, u32 all) {
 // rounding.
 __device__ __forceinline__ void finish_means(const Work& work, const Arguments& a) {
     if (threadIdx.x >= D) return;
-    const i64 at = work.head_of_all(a) * D + threadIdx.x;
+    const i64 at = work.head_of_all * D + threadIdx.x;
     const float sum = float(__ldcg(a.code_sums + at)) / 512.f, keys = max(work.end, 1);
     __stcg(a.v_means + at, __ldcg(a.v_means + at) - __ldcg(a.v_scales + at) * (sum / keys));
 }
@@ -34,13 +34,14 @@ __device__ __forceinline__ void finish_means(const Work& work, const Arguments& 
 __device__ __forceinline__ void keep_first_values(const Work& work, const Arguments& a) {
     __syncthreads();
     const int unit = threadIdx.x % UNITS, keys = unit * 8 < a.dim ? work.end : 0;
-    const i64 head = work.head_of_all(a);
+    const i64 head = work.head_of_all;
+    const int entry = int(head) / a.kv_heads;
     uint4* to = reinterpret_cast<uint4*>(a.first_values) + head * (FIRST * UNITS);
     for (int key = threadIdx.x / UNITS; key < FIRST; key += THREADS / UNITS) {
         u32 words[4] = {};
         if (key < keys) {
             float x[8];
-            to_floats(x, __ldg(reinterpret_cast<const uint4*>(row_of(a.v, work.entry, work.head, key) + unit * 8)));
+            to_floats(x, __ldg(reinterpret_cast<const uint4*>(row_of(a.v, entry, int(head) - entry * a.kv_heads, key) + unit * 8)));
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const i64 channel = head * D + unit * 8 + i;
@@ -56,7 +57,7 @@ __device__ __forceinline__ void keep_first_values(const Work& work, const Argume
 
 // The last of a head's tiles does what needs all.
 __device__ __forceinline__ void finish_values(const Work& work, const Arguments& a) {
-    if (!last_to_come(a.value_tiles + work.head_of_all(a), a.key_blocks / (TILE / 64))) return;
+    if (!last_to_come(a.value_tiles + work.head_of_all, a.key_blocks / (TILE / 64))) return;
     if (a.residual_mean) finish_means(work, a);
     if (a.keep_first) keep_first_values(work, a);
 }
@@ -67,7 +68,7 @@ __device__ __forceinline__ void quantize_values(Stage& stage, const Work& work, 
     constexpr int GROUPS = TILE / 16, SLOTS = 8 / GROUPS;
     const int lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
     const int keys = work.end - work.tile * TILE;  // may be more or less than there are here
-    const i64 first_channel = work.head_of_all(a) * D, length = i64(a.key_blocks) * 64;
+    const i64 first_channel = work.head_of_all * D, length = i64(a.key_blocks) * 64;
     for (int channels = threadIdx.x / 32 * 8; channels < D; channels += WARPS * 8) {
         const int channel = channels + row;
         const float mean = a.center_v ? stage.means[channel] : 0.f, inverse = inverse_of(stage.factors[channel]);
@@ -101,7 +102,7 @@ __device__ __forceinline__ void quantize_values(Stage& stage, const Work& work, 
             int whole = int(sum * 512.f);
             whole += __shfl_xor_sync(~0u, whole, 1);
             whole += __shfl_xor_sync(~0u, whole, 2);
-            if (t == 0) atomicAdd(reinterpret_cast<u64*>(a.code_sums + work.head_of_all(a) * D + channel), u64(i64(whole)));
+            if (t == 0) atomicAdd(reinterpret_cast<u64*>(a.code_sums + work.head_of_all * D + channel), u64(i64(whole)));
         }
         __syncwarp();
 #pragma unroll
