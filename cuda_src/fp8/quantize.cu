@@ -62,8 +62,9 @@ __global__ void __launch_bounds__(cuflash::CHUNK_THREADS, cuflash::CHUNKS_AT_ONC
     cuflash::await_kernel_before(), cuflash::let_next_kernel_start();
     cuflash::take_statistics(a);
 }
-__global__ void __launch_bounds__(cuflash::SUMMARY_THREADS) cuflash_fp8_summary(const __grid_constant__ Arguments a) {
-    cuflash::let_next_kernel_start(), cuflash::await_kernel_before();
+// One block of a multiprocessor, or ptxas saves registers and has loads wait for each other.
+__global__ void __launch_bounds__(cuflash::SUMMARY_THREADS, 1) cuflash_fp8_summary(const __grid_constant__ Arguments a) {
+    cuflash::let_next_kernel_start();
     cuflash::summarise(a);
 }
 __global__ void __launch_bounds__(CONFIG_THREADS, CONFIG_RESIDENT) cuflash_fp8_codes(const __grid_constant__ Arguments a) {

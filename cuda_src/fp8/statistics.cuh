@@ -185,24 +185,39 @@ __device__ __forceinline__ void summarise(const Arguments& a) {
     __shared__ float shares[SUMMARY_WARPS][ALL][32];
     const Channel c(a);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // What is no statistic is asked for before these are complete.
+    const int length = used(a.kv_lens, c.entry, a.kv_len), q_length = used(a.q_lens, c.entry, a.q_len);
+    const bool exists = length > 0 && c.channel < a.dim;
+    const float first = exists ? low_of(row_of(a.k, c.entry, c.head, 0)[c.channel], CONFIG_ELEMENT()) : 0.f;
+    const float sign = a.signs != nullptr ? a.signs[(a.signs_per_head ? c.head * D : 0) + c.channel] : 1.f;
+    await_kernel_before();
+
     auto join = [](int which, float x, float y) { return which == V_MOST || which == V_MOST_NEGATED ? fmaxf(x, y) : x + y; };
     float all[ALL] = {0.f, 0.f, 0.f, minus_infinity(), minus_infinity(), 0.f};
     const int k_chunks = a.balanced || a.center_k ? a.k_chunks : 0;
-#pragma unroll 4
-    for (int chunk = warp; chunk < a.v_chunks; chunk += SUMMARY_WARPS) {
-        const float* v = a.v_partial + (i64(c.head_of_all) * a.v_chunks + chunk) * (V_RECORDS * D) + c.channel;
-#pragma unroll
-        for (int i = 0; i < V_RECORDS; ++i) all[V_SUM + i] = join(V_SUM + i, all[V_SUM + i], v[i * D]);
-    }
-    for (int chunk = warp; chunk < k_chunks; chunk += SUMMARY_WARPS) {
-        const float* k = a.k_partial + (i64(c.head_of_all) * a.k_chunks + chunk) * (K_RECORDS * D) + c.channel;
-#pragma unroll
-        for (int i = 0; i < K_RECORDS; ++i) all[K_SUM + i] = join(K_SUM + i, all[K_SUM + i], k[i * D]);
-    }
     const int q_chunks = a.balanced ? a.group * a.q_chunks : 0;  // of the heads that share the keys, one after another
+    const float* v = a.v_partial + i64(c.head_of_all) * a.v_chunks * (V_RECORDS * D) + c.channel;
+    const float* k = a.k_partial + i64(c.head_of_all) * k_chunks * (K_RECORDS * D) + c.channel;
     const float* q = a.q_partial + i64(c.head_of_all) * q_chunks * (Q_RECORDS * D) + c.channel;
-#pragma unroll 8
-    for (int chunk = warp; chunk < q_chunks; chunk += SUMMARY_WARPS) all[Q_SQUARES] += q[i64(chunk) * (Q_RECORDS * D)];
+    const int most = max(a.v_chunks, max(k_chunks, q_chunks));
+    constexpr int AT_ONCE = 4;  // chunks of a warp, whose records are all under way together
+    for (int begin = warp; begin < most; begin += AT_ONCE * SUMMARY_WARPS) {
+        float found[AT_ONCE][ALL];  // where there is no chunk, what changes nothing
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+            const i64 chunk = begin + n * SUMMARY_WARPS;
+#pragma unroll
+            for (int i = 0; i < V_RECORDS; ++i)
+                found[n][V_SUM + i] = chunk < a.v_chunks ? v[(chunk * V_RECORDS + i) * D] : i == 0 ? 0.f : minus_infinity();
+#pragma unroll
+            for (int i = 0; i < K_RECORDS; ++i) found[n][K_SUM + i] = chunk < k_chunks ? k[(chunk * K_RECORDS + i) * D] : 0.f;
+            found[n][Q_SQUARES] = chunk < q_chunks ? q[chunk * (Q_RECORDS * D)] : 0.f;
+        }
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n)
+#pragma unroll
+            for (int i = 0; i < ALL; ++i) all[i] = join(i, all[i], found[n][i]);
+    }
 #pragma unroll
     for (int i = 0; i < ALL; ++i) shares[warp][i][lane] = all[i];
     __syncthreads();
@@ -211,11 +226,8 @@ __device__ __forceinline__ void summarise(const Arguments& a) {
     for (int i = 0; i < ALL; ++i)
         for (int other = 1; other < SUMMARY_WARPS; ++other) all[i] = join(i, all[i], shares[other][i][lane]);
 
-    const int length = used(a.kv_lens, c.entry, a.kv_len);
     const float keys = max(length, 1), sampled_keys = max(sample_of(length), 1);
-    const float queries = float(max(sample_of(used(a.q_lens, c.entry, a.q_len)), 1)) * a.group;
-    const bool exists = length > 0 && c.channel < a.dim;
-    const float first = exists ? low_of(row_of(a.k, c.entry, c.head, 0)[c.channel], CONFIG_ELEMENT()) : 0.f;
+    const float queries = float(max(sample_of(q_length), 1)) * a.group;
     const float moved = all[K_SUM] / sampled_keys, k_mean = first + moved;
     a.k_means[c.at] = a.center_k ? k_mean : 0.f;
 
@@ -224,8 +236,7 @@ __device__ __forceinline__ void summarise(const Arguments& a) {
     float balance = 1.f;
     if (a.balanced && k_size > 0.f && q_size > 0.f && is_finite(k_size) && is_finite(q_size))
         balance = fminf(fmaxf(sqrtf(sqrtf(k_size / q_size)), 1.f / 256.f), 256.f);
-    float weight = a.root;
-    if (a.signs != nullptr) weight *= a.signs[(a.signs_per_head ? c.head * D : 0) + c.channel];
+    const float weight = a.root * sign;
     a.q_factors[c.at] = __fmul_rn(weight, balance);
     a.k_factors[c.at] = __fmul_rn(weight, __frcp_rn(balance));
 
