@@ -6,9 +6,9 @@
 // (FlashAttention-3, Shah et al. 2024, section 3.3), and V's mean is added to the result again.
 //
 // All of it is to take as long as its bytes do: V is read twice, Q and K once and samples of them, and the codes are written
-// once. `statistics` reads chunks of rows, `summary` makes of those what a head's channels need, and `codes` has blocks that stay on their
-// multiprocessor, take one tile after another, and have the next one's bytes under way meanwhile. Each starts while the one
-// before ends, so that nothing lies between them.
+// once. `statistics` reads chunks of rows, `summary` makes of those what a head's channels need, and `codes` has blocks that
+// stay on their multiprocessor, take one tile after another, and have the next one's bytes under way meanwhile. Each starts
+// while the one before ends, so that nothing lies between them.
 
 #include "fp8/rows.cuh"
 #include "fp8/statistics.cuh"

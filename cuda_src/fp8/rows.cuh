@@ -171,8 +171,9 @@ __device__ __forceinline__ void quantize_rows(Stage& stage, const Work& work, co
     } else {
         int key = TILE == 64 ? row % 128 : in_tile;
         asm volatile("" : "+r"(key));  // else what follows from it is kept from tile to tile, for which a register lacks
+        const int block = (TILE == 64 ? work.tile / 2 : work.tile) * 2 + key / 64;
         if (part == 0 && key % 64 < 8 && key % 2 == 0)  // of each 64 keys those of each thread of four
-            a.k_scales[(work.head_of_all * a.key_blocks + (TILE == 64 ? work.tile / 2 : work.tile) * 2 + key / 64) * 4 + key % 8 / 2] = scale;
+            a.k_scales[(work.head_of_all * a.key_blocks + block) * 4 + key % 8 / 2] = scale;
     }
 
     // Codes take the place of the warp's rows, from where they leave in whole lines.

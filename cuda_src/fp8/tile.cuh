@@ -45,7 +45,8 @@ struct Work {
 
 // Those that the statistics read last come first: some of their rows are in the L2 cache still.
 __device__ __forceinline__ Work work_of(const Arguments& a, int index) {
-    const u32 q_tiles = (a.q_len + TILE - 1) / TILE, kv_tiles = a.key_blocks / (TILE / 64);  // divisions of unsigned take half as long
+    // Divisions of unsigned take half as long.
+    const u32 q_tiles = (a.q_len + TILE - 1) / TILE, kv_tiles = a.key_blocks / (TILE / 64);
     const u32 of_queries = a.entries * a.q_heads * q_tiles, of_keys = a.entries * a.kv_heads * kv_tiles;
     u32 place = of_queries + 2 * of_keys - 1 - index;
     Work work;
