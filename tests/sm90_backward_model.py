@@ -9,10 +9,11 @@ failure.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from sm90_backward_work import Shape, Work, find, tile_at, turn
+from sm90_backward_work import Shape, Work, find, part_of, tile_at, turn
 
 Wait = Callable[[], bool]
 Thread = Iterator[Wait]
@@ -99,12 +100,15 @@ class Kernel:
     ordered: bool = False
     sweep: int = 1  # tiles of keys after which the order is another
     section: int = 0  # kv heads whose dQ is set to 0 together; 0: that of all is at first
+    split: int = 0  # the last pieces of work, which blocks share
+    parts: int = 1  # of each of those
     tickets: int = 0
     turns: dict[object, int] = field(default_factory=dict)
     added: list[object] = field(default_factory=list)
     stored: list[object] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)  # tiles of dQ
     clearings: dict[int, int] = field(default_factory=dict)  # that have ended, of each section
+    joined: Counter[tuple[int, int]] = field(default_factory=Counter)  # of each split piece
 
     def __post_init__(self) -> None:
         heads, self.of_section = self.shape.heads, self.section or self.shape.heads
@@ -185,8 +189,11 @@ class Block:
         while True:
             yield lambda: True  # a draw takes a while
             ticket, k.tickets = k.tickets, k.tickets + 1
-            if ticket >= shape.key_tiles * shape.heads:
+            whole = shape.key_tiles * shape.heads - k.split
+            if ticket >= whole + k.split * k.parts:
                 break
+            split, part = divmod(ticket - whole, k.parts) if ticket >= whole else (-1, 0)
+            ticket = min(ticket, whole + split) if split >= 0 else ticket
             section, in_section = divmod(ticket, k.of_section * shape.key_tiles)
             if shape.bounded or k.ordered:
                 heads = min(k.of_section, shape.heads - section * k.of_section)
@@ -196,7 +203,9 @@ class Block:
                 head, tile = divmod(in_section, shape.key_tiles)
             head += section * k.of_section
             work = find(shape, tile)
-            yield from hand_over((head, work, section, in_section))
+            if split >= 0:
+                work = part_of(work, part, k.parts)
+            yield from hand_over((head, work, section, in_section, split))
             for name in self.tiles(head, work):
                 yield self.q_empty[q.slot].done(q.parity)
                 self.q[q.slot].write(name, self.GROUPS)
@@ -232,7 +241,7 @@ class Block:
         while (record := (yield from self.next_work(place))) is not None:
             yield self.kv_empty.done(parity)
             parity ^= 1
-            head, work, section, in_section = record
+            head, work, section, in_section, _ = record
             for slot, barrier in ((self.keys, self.k_full), (self.values, self.v_full)):
                 if work.begin < work.end:
                     slot.write((head, work.tile), self.GROUPS)
@@ -248,7 +257,7 @@ class Block:
         k, shape = self.k, self.k.shape
         works, parity, whose = Place(2, 0), 0, 0
         while (record := (yield from self.next_work(works))) is not None:
-            head, work, section, _ = record
+            head, work, section, *_ = record
             if section > 0:
                 due = k.of_section * shape.key_tiles
                 yield lambda section=section, due=due: k.clearings.get(section, 0) == due
@@ -304,7 +313,7 @@ class Block:
         q, o = Place(k.q_stages, 0), Place(k.o_stages, 0)
         parity, staged = 0, False
         while (record := (yield from self.next_work(works, release=False))) is not None:
-            head, work, *_ = record
+            head, work, *_, split = record
             yield self.k_full.done(parity)
             yield self.v_full.done(parity)
             parity ^= 1
@@ -328,10 +337,11 @@ class Block:
             self.kv_empty.arrive()
             for empty in self.dq_empty:
                 yield empty.done(shares.handed_over % 2 ^ 1)
-            self.stage()
-            staged = True
-            self.k.stored.append((head, work.tile, group))
             self.release_work(works)
+            k.joined[split, group] += 1
+            if staged := split < 0 or k.joined[split, group] == k.parts:
+                self.stage()
+                k.stored.append((head, work.tile, group))
 
     def consume(self, group: int) -> Thread:
         if not self.k.ordered:

@@ -87,6 +87,16 @@ def find(shape: Shape, tile: int) -> Work:
     return Work(tile, begin, end, clean_begin, clean_end)
 
 
+def part_of(work: Work, part: int, parts: int) -> Work:
+    """`Work::find` of a split piece of work: some of its tiles of queries."""
+    count = work.end - work.begin
+    begin, end = (work.begin + count * i // parts for i in (part, part + 1))
+    clean_begin, clean_end = (
+        min(max(edge, begin), end) for edge in (work.clean_begin, work.clean_end)
+    )
+    return Work(work.tile, begin, end, clean_begin, clean_end)
+
+
 def sweeps(shape: Shape) -> bool:
     """`Work::SWEEPS`, where tiles of keys add to dQ in turn."""
     return shape.bounded and shape.left == FAR

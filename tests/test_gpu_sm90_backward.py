@@ -93,8 +93,10 @@ def test_sections_begin_as_0_one_after_the_other(
     section: int, options: str, deterministic: bool, cupy: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """As where heads do not fit the L2 cache together; one has more pieces of work than blocks."""
+    """As where heads do not fit the L2 cache together. The last pieces of work are split."""
     monkeypatch.setattr(sm90, "_section", lambda spec, variant: section)
+    monkeypatch.setattr(sm90, "_blocks", lambda device: 10)
+    monkeypatch.setattr(sm90, "_parts", lambda *problem: 3)
     kinds.forget()
     shapes = (64, 3, 4, 4), (128, 12, 2, 2), (192, 2, 2, 2), (256, 2, 4, 2)
     for dim, batch, heads, kv_heads in shapes:
@@ -110,6 +112,34 @@ def test_sections_begin_as_0_one_after_the_other(
             cupy.full(1 << 24, np.nan, np.float32)  # in which the workspace will be
             found = run_on_device(cupy, backward, "sm90", deterministic=deterministic, **lens)
             backward.assert_right(on_host(found), **lens)
+    kinds.forget()
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("dims", PAIRS, ids=str)
+def test_parts_of_pieces_of_work_add_up(
+    dims: tuple[int, int], options: str, deterministic: bool, cupy: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In more parts than there are tiles, too; dK and dV have the same bits each time."""
+    problem = Problem(batch=2, heads=4, kv_heads=2, q_len=777, kv_len=300, dim=dims[0],
+                      dim_v=dims[1], options=options)  # fmt: skip
+    lengths = {"q_lens": [777, 100], "kv_lens": [0, 290]}
+    for parts in (2, 5, 16):
+        monkeypatch.setattr(sm90, "_parts", lambda *problem, parts=parts: parts)
+        kinds.forget()
+        for lens in ({}, lengths):
+            backward = host_backward(problem, **lens)
+            runs = []
+            for _ in range(3):
+                cupy.full(1 << 23, np.nan, np.float32)  # in which the workspace will be
+                found = run_on_device(cupy, backward, "sm90", deterministic=deterministic, **lens)
+                runs.append(on_host(found))
+            backward.assert_right(runs[0], **lens)
+            for run in runs[1:]:
+                same = [a.tobytes() == b.tobytes() for a, b in zip(runs[0], run, strict=True)]
+                assert all(same if deterministic else same[1:])
     kinds.forget()
 
 

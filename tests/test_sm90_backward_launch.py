@@ -105,7 +105,7 @@ def test_three_kernels_follow_each_other(kernels: Kernels) -> None:
     q, k = ArrayInfo((2, 6, 300, 128)), ArrayInfo((2, 2, 500, 128))
     plan = launch(q, k, k, causal=True)
     name = "cuflash_bwd_sm90_d128_f16_bounded_64x128"
-    tiles, tickets = 2 * 6 * 5, 2 * 2 * 4
+    tiles, tickets = 2 * 6 * 5, 2 * 2 * 4 * 5  # each tile of keys in 5 parts
     assert kernels.queued == [
         ("cuflash_bwd_prepare", tiles, 256, 0, False),
         (name, tickets, 384, plan.tiling.launch.shared_memory, True),
@@ -115,7 +115,7 @@ def test_three_kernels_follow_each_other(kernels: Kernels) -> None:
     for field, value in {
         "q_heads": 6, "kv_heads": 2, "group": 3, "q_len": 300, "kv_len": 500, "head_dim": 128,
         "head_dim_v": 128, "q_tiles": 5, "key_tiles": 4, "all_kv_heads": 4, "tickets": tickets,
-        "all_rows": tiles * 64, "right": 0, "left": 1 << 29, "top_left": 0,
+        "whole": 0, "parts": 5, "all_rows": tiles * 64, "right": 0, "left": 1 << 29, "top_left": 0,
     }.items():  # fmt: skip
         assert int(given[field]) == value, field
     for field, array in {"out": "out", "dout_rows": "dout", "lse": "lse", "dq": "dq"}.items():
@@ -126,16 +126,21 @@ def test_three_kernels_follow_each_other(kernels: Kernels) -> None:
 
 
 def test_parts_of_the_workspace_do_not_overlap(kernels: Kernels) -> None:
-    info = ArrayInfo((2, 3, 300, 64), "bfloat16")
+    info = ArrayInfo((2, 3, 1300, 64), "bfloat16")
     for deterministic in (False, True):
         kernels.arguments = None
         plan = launch(info, info, info, deterministic=deterministic)
-        tiles = 2 * 3 * 3
+        tiles = 2 * 3 * 11
         rows = tiles * 128
         starts = [int(kernels.arguments[name]) - WORKSPACE for name in sm90._PARTS]
-        counters = 4 * (32 + 1 + (tiles if deterministic else 0))
-        assert starts == [0, 8 * rows, 8 * rows + 4 * rows * 64]
-        assert starts[-1] + counters <= plan.tiling.workspace == kernels.allocated[-1][0]
+        pieces, parts = tiles, int(kernels.arguments["parts"])
+        assert parts > 1
+        counters = 4 * (32 + 1 + 2 * pieces + (tiles if deterministic else 0))
+        end = 8 * rows + 4 * rows * 64
+        assert starts[:3] == [0, 8 * rows, end]
+        assert starts[3] == end + -(-counters // 256) * 256
+        partials = 4 * 128 * (64 + 64) * pieces * parts
+        assert starts[3] + partials == plan.tiling.workspace == kernels.allocated[-1][0]
         assert plan.tiling.workspace % 256 == 0
         assert ("_ordered_" in plan.tiling.launch.module.name) == deterministic
 
@@ -208,20 +213,58 @@ def test_sections_hold_heads_that_stay_in_the_cache(
     assert int(kernels.arguments["sections"]) == 1, "few tiles of keys"
 
 
-@pytest.mark.parametrize(("kv_len", "sections"), [(384, 1), (385, 8), (5000, 8)])
+@pytest.mark.parametrize(("kv_len", "sections"), [(384, 1), (385, 9), (5000, 9)])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_sections_begin_as_0_one_after_the_other(
     kv_len: int, sections: int, deterministic: bool, kernels: Kernels
 ) -> None:
     """Each has a counter, before those of turns."""
-    q, k = ArrayInfo((5, 6, 4000, 128)), ArrayInfo((5, 6, kv_len, 128))
+    q, k = ArrayInfo((6, 6, 4000, 128)), ArrayInfo((6, 6, kv_len, 128))
     plan = launch(q, k, k, deterministic=deterministic)
     assert int(kernels.arguments["section"]) == 4
     assert int(kernels.arguments["sections"]) == sections
-    counters = int(kernels.arguments["counters"]) - WORKSPACE
-    turns = 5 * 6 * 63 if deterministic else 0
-    size = 4 * (32 + sections + turns)
-    assert plan.tiling.workspace == counters + -(-size // 256) * 256
+    counters, partials = (
+        int(kernels.arguments[name]) - WORKSPACE for name in ("counters", "partials")
+    )
+    turns = 6 * 6 * 63 if deterministic else 0
+    split = int(6 * 6 * -(-kv_len // 128) - kernels.arguments["whole"])
+    size = 4 * (32 + sections + 2 * split + turns)
+    assert partials == counters + -(-size // 256) * 256
+    parts = int(kernels.arguments["parts"])
+    assert plan.tiling.workspace == partials + 4 * 128 * 256 * split * parts
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "way", "split", "parts"),
+    [
+        ((32, 32), (16384, 16384), {}, 4, 16),  # 4,096 tiles of keys on 132 multiprocessors
+        ((16, 16), (1024, 1024), {}, 128, 1),  # as many as there are, nearly
+        ((2, 2), (2048, 2048), {}, 32, 4),
+        ((2, 2), (2048, 2048), {"causal": True}, 32, 4),  # all are begun at once
+        ((32, 32), (2048, 2048), {"causal": True}, 0, 1),  # the last are short
+        ((32, 8), (4096, 4096), {}, 0, 1),  # 124, of which the last section has 32
+        ((2, 1), (100, 40000), {}, 49, 1),  # one tile of queries
+        ((1, 1), (40000, 100), {}, 1, 16),
+    ],
+)
+def test_pieces_that_leave_blocks_idle_are_split(
+    heads: tuple[int, int], lengths: tuple[int, int], way: dict[str, Any], split: int, parts: int,
+    kernels: Kernels,
+) -> None:  # fmt: skip
+    dim = 128 if heads == (32, 8) else 64
+    q, k = (ArrayInfo((1, h, n, dim)) for h, n in zip(heads, lengths, strict=True))
+    plan = launch(q, k, k, **way)
+    pieces = heads[1] * -(-lengths[1] // 128)
+    if parts == 1:
+        split = 0
+    assert int(kernels.arguments["whole"]) == pieces - split
+    assert int(kernels.arguments["parts"]) == parts
+    tickets = pieces - split + split * parts
+    assert int(kernels.arguments["tickets"]) == tickets
+    assert kernels.queued[1][1] == min(132, tickets)
+    assert (f"; {split} of {pieces} tiles of keys in {parts} parts" in plan.tiling.note) == (
+        parts > 1
+    )
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 from sm90_backward_model import Kernel, run
-from sm90_backward_work import FAR, Shape, find, tile_at, turn
+from sm90_backward_work import FAR, Shape, Work, find, part_of, tile_at, turn
 
 SMALL = [(q, k) for q in (1, 2, 3, 4, 5, 7, 8, 9, 13) for k in (1, 2, 3, 5, 6, 8, 9, 11, 12)]
 WINDOWS = [(FAR, FAR), (FAR, 0), (FAR, 2), (0, FAR), (3, FAR), (0, 0), (2, 1), (5, 4), (1, 9)]
@@ -58,6 +58,7 @@ def test_tiles_and_turns_are_those_of_brute_force() -> None:
                     assert clean == all(pairs), (shape, work, q_tile)
             if shape.left == FAR:
                 assert work.clean_end == work.end, "the kernel walks clean tiles first"
+            assert_parts_are_the_whole(work)
         for q_tile, sweep in itertools.product(range(shape.q_tiles), (1, 2, 3)):
             order = [works[tile_at(shape, place, sweep)] for place in range(shape.key_tiles)]
             assert sorted(order) == works
@@ -66,6 +67,19 @@ def test_tiles_and_turns_are_those_of_brute_force() -> None:
             for work in works:
                 if work.begin <= q_tile < work.end:
                     assert turn(shape, work.tile, q_tile, sweep) == expected[work.tile], shape
+
+
+def assert_parts_are_the_whole(work: Work) -> None:
+    for parts in (1, 2, 3, 7):
+        some = [part_of(work, part, parts) for part in range(parts)]
+        for name in ("tiles", "clean"):
+            first, last = ("begin", "end") if name == "tiles" else ("clean_begin", "clean_end")
+            found = [
+                tile for part in some for tile in range(getattr(part, first), getattr(part, last))
+            ]
+            assert found == list(range(getattr(work, first), getattr(work, last)))
+        for part in some:
+            assert part.begin <= part.clean_begin <= part.clean_end <= part.end
 
 
 CONFIGURATIONS = {
@@ -100,10 +114,18 @@ LOOPS = [
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_no_order_of_threads_ends_in_a_deadlock_or_overwrites(name: str, shape: Shape) -> None:
     """With fewer places than blocks too, as where other kernels keep some."""
+    rng = random.Random(f"{name} {shape}")
     for seed, (blocks, resident) in itertools.product(
         range(4), ((1, None), (3, None), (4, 1), (5, 2))
     ):
-        kernel = Kernel(shape, **CONFIGURATIONS[name], section=seed)
+        last = shape.heads % seed if seed else 0  # heads of the last section
+        kernel = Kernel(
+            shape,
+            **CONFIGURATIONS[name],
+            section=seed,
+            split=rng.randint(0, (last or min(seed, shape.heads) or shape.heads) * shape.key_tiles),
+            parts=rng.randint(2, 5),
+        )
         for block in run(kernel, blocks, seed, resident):
             for slots in (block.q, block.o, block.scores, block.dq, [block.keys, block.values]):
                 assert all(slot.readers == 0 for slot in slots), "something was not used"

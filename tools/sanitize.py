@@ -53,8 +53,12 @@ def forward(dims: Sequence[int], kernels: Sequence[str]) -> None:
 
 
 def backward(dims: Sequence[int], kernels: Sequence[str]) -> None:
-    """Fused families, in any order and in turn; by `sm90` in sections of one head."""
+    """Fused families, in any order and in turn; by `sm90` in sections of one head, and with pieces
+    of work that are split.
+    """
     backward_sm90._section = lambda spec, variant: 1
+    backward_sm90._blocks = lambda device: 5
+    backward_sm90._parts = lambda *problem: 2
     for dim, dim_v, options in cases(2, dims):
         q, k, v = arrays(2, dim, dim_v, keys=400)
         for kernel in kernels:

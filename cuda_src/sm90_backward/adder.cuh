@@ -26,7 +26,7 @@ struct Adder {
         fence_async_global();
     }
     // ORDERED. Tiles of keys that have added to this tile of queries.
-    __device__ __forceinline__ u32* counter(i64 place) const { return a.counters + FIRST_TURN + a.sections + place; }
+    __device__ __forceinline__ u32* counter(i64 place) const { return first_turn(a) + place; }
     // Until all have that come before this one.
     __device__ __forceinline__ void await_turn(i64 place, int turn) const {
         while (read_acquire(counter(place)) != turn) __nanosleep(32);

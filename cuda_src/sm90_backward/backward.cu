@@ -5,7 +5,8 @@
 //   Sᵀ = K Qᵀ, P = 2^(S factor - LSE), dPᵀ = V dOᵀ, dS = P (dP - delta), dV += Pᵀ dO, dK += dSᵀ Q, dQ += dS K.
 // Lines of products are keys, so that Pᵀ and dSᵀ are in the registers that the next product takes them from. dQ is added up
 // in global memory in float32, which `prepare` clears before, and other blocks of this kernel, and `finish` rounds after
-// (rows.cuh).
+// (rows.cuh). Pieces of work that would leave most blocks idle at the end are split along their queries; the part that ends
+// last adds up what all have found of dK and dV.
 //
 // Warpgroup 0, a thread of each warp: one finds work and fetches Q and dO, one K and V, two hand shares of dQ to the copy
 // engine. Two warpgroups multiply.

@@ -52,14 +52,17 @@ struct __align__(64) Arguments {
     const i64* kv_lens;   // or null
     float* row_stats;     // workspace: LSE in units of log2 for each row of each tile of queries, then what dP lacks
     float* sums;          // dQ before it is rounded, a tile of a head after the other
-    u32* counters;        // tickets drawn; from FIRST_TURN on, of each section what is cleared; ORDERED: of each tile of dQ
+    u32* counters;        // tickets drawn; from FIRST_TURN on, of each section what is cleared, of each warpgroup of a split
+                          // piece of work which parts have ended, and, ORDERED, of each tile of dQ
+    float* partials;      // sums of those parts
     i64 out_steps[3], dout_steps[3], lse_steps[3], dq_steps[3];  // elements, along entries, heads and rows
     i64 all_rows;            // of all tiles of queries of all heads
     int q_heads, kv_heads, group, q_len, kv_len, head_dim, head_dim_v;
     int q_tiles;             // of a head
     u32 key_tiles;           // of a head
     u32 all_kv_heads;        // of all entries
-    u32 tickets;             // key_tiles * all_kv_heads
+    u32 tickets;             // pieces of work, key_tiles * all_kv_heads, but each of their parts
+    u32 whole, parts;        // pieces that are whole, the first; of each other how many parts
     u32 section;             // kv heads whose queries lie in the L2 cache together
     u32 sections;            // of so many, the last of maybe less, are set to 0 one after the other; 1: all are at first
     u32 sweep;               // tiles of keys of a head that are at work at a time
@@ -69,7 +72,11 @@ struct __align__(64) Arguments {
     float factor;            // after it, to log2 units
     float scale;             // of dQ and dK
 };
-static_assert(sizeof(Arguments) == 1024, "the fields and sizes in families/backward/sm90.py");
+__device__ __forceinline__ u32* first_split(const Arguments& a) { return a.counters + FIRST_TURN + a.sections; }
+__device__ __forceinline__ u32* first_turn(const Arguments& a) {
+    return first_split(a) + (a.key_tiles * a.all_kv_heads - a.whole) * Config::GROUPS;
+}
+static_assert(sizeof(Arguments) == 1088, "the fields and sizes in families/backward/sm90.py");
 
 // Byte offsets in dynamic shared memory.
 struct Shared {
@@ -91,9 +98,10 @@ struct Shared {
     static constexpr u32 kv_empty = v_full + 8, work_full = kv_empty + 8, work_empty = work_full + 16;
     static constexpr u32 weights_full = work_empty + 16, weights_empty = weights_full + 8, scores_full = weights_empty + 8;
     static constexpr u32 all = scores_full + 8;  // these four PARTED
+    static constexpr u32 last = (all + 8 + 15) / 16 * 16;  // of each warpgroup, whether its part of a piece was the last to come
     static constexpr u32 zeros = works + 512, ZEROS = 1024;
     static constexpr u32 BYTES = zeros + ZEROS;
-    static_assert(all + 8 <= zeros, "barriers and records");
+    static_assert(last + 16 * Config::GROUPS <= zeros, "barriers and records");
     static_assert(K % 1024 == 0 && V % 1024 == 0 && Q % 1024 == 0 && O % 1024 == 0 && SCORES % 1024 == 0, "swizzles");
     static_assert(BYTES == CONFIG_SHARED_MEMORY && BYTES <= 232448, "what a block is launched with, and may have");
 };

@@ -37,8 +37,7 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
 }
 
 // What the gradient of a row's weights lacks, sum(dO * O); LSE in units of log2, +inf for a row that sees no key or is none,
-// so that its weights are 0; dQ of the first section and counters
-// start at 0.
+// so that its weights are 0; dQ of the first section and counters start at 0.
 __device__ __forceinline__ void prepare_rows(const Arguments& a) {
     await_kernel_before(), let_next_kernel_start();
     const QueryTile tile(a);
@@ -70,10 +69,9 @@ __device__ __forceinline__ void prepare_rows(const Arguments& a) {
 #pragma unroll
         for (int i = 0; i < Config::BM * Config::D / 4; i += ROWS_THREADS) sums[i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
-    if (threadIdx.x > 0) return;
-    if (Config::ORDERED) a.counters[FIRST_TURN + a.sections + tile.index] = 0;
-    if (tile.index < a.sections) a.counters[FIRST_TURN + tile.index] = 0;
-    if (tile.index == 0) a.counters[0] = 0;
+    const i64 counters = first_turn(a) - a.counters + (Config::ORDERED ? a.all_rows / Config::BM : 0);
+    for (i64 i = i64(blockIdx.x) * ROWS_THREADS + threadIdx.x; i < counters; i += i64(gridDim.x) * ROWS_THREADS)
+        a.counters[i] = 0;
 }
 
 // dQ to 16 bits, from the order in which a warpgroup's threads held it.

@@ -158,16 +158,18 @@ struct Consumer : Warpgroup {
                 walk_tiles(work, dk, dv);
             }
             leave_keys_and_values();
-            round(dv, 1.f, staged_values());
-            round(dk, a.scale, staged_keys());
-            fence_async();
             works.read(work, base);
             works.release(base);
-            meet(ONE + group, 128);
-            if (is_leader()) {
-                store<Config::DV>(a.dv, staged_values(), work);
-                store<Config::D>(a.dk, staged_keys(), work);
-                commit_stores();
+            if (work.split < 0 || join_parts(work, dk, dv)) {
+                round(dv, 1.f, staged_values());
+                round(dk, a.scale, staged_keys());
+                fence_async();
+                meet(ONE + group, 128);
+                if (is_leader()) {
+                    store<Config::DV>(a.dv, staged_values(), work);
+                    store<Config::D>(a.dk, staged_keys(), work);
+                    commit_stores();
+                }
             }
             more = works.next(work, base);  // here: asked for in the condition, it takes registers
         }

@@ -138,14 +138,16 @@ struct Consumer : Warpgroup {
                 walk(work, [](int, int&) {}, [&](auto hidden, const Sight& sight, int tile) { step(hidden, sight, tile, sums); });
             }
             leave_keys_and_values();
-            round(sums, factor, to);
-            fence_async();
             works.read(work, base);
             works.release(base);
-            meet(ONE + group, 128);
-            if (is_leader()) {
-                store<2 * COUNT>(map, to, work);
-                commit_stores();
+            if (work.split < 0 || join_parts(work, sums)) {
+                round(sums, factor, to);
+                fence_async();
+                meet(ONE + group, 128);
+                if (is_leader()) {
+                    store<2 * COUNT>(map, to, work);
+                    commit_stores();
+                }
             }
             more = works.next(work, base);  // here: asked for in the condition, it takes registers
         }

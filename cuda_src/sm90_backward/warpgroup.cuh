@@ -234,6 +234,52 @@ struct Warpgroup {
         await_free_dq();
     }
 
+    // Sums of all parts of a split piece of work, added in their order: they have the same bits whichever ends last. The
+    // warpgroup whose part does has them then, and true.
+    template <int... COUNTS>
+    __device__ __forceinline__ bool join_parts(const Work& work, float (&... sums)[COUNTS]) const {
+        constexpr int WIDER = Config::D > Config::DV ? Config::D : Config::DV;
+        constexpr int UNITS = 128 * (Config::PARTED ? WIDER : Config::D + Config::DV) / 8;  // of 16 bytes
+        const i64 first = (i64(work.split) * a.parts * Config::GROUPS + group) * UNITS;
+        float4* const of_thread = reinterpret_cast<float4*>(a.partials) + first + own_unit / 16;
+        float4* at = of_thread + work.part * (Config::GROUPS * UNITS);
+        (put_sums(at, sums), ...);
+        __threadfence();
+        meet(ONE + group, 128);
+        const u32 shared = base + Shared::last + 16 * group;
+        if (is_leader()) {
+            const u32 before = atomicAdd(first_split(a) + work.split * Config::GROUPS + group, 1);
+            __threadfence();
+            const u32 is_last[4] = {before == a.parts - 1};
+            store_unit(shared, is_last);
+        }
+        meet(ONE + group, 128);
+        u32 is_last[4];
+        load_unit(is_last, shared);
+        if (is_last[0] == 0) return false;
+        (clear(sums), ...);
+#pragma unroll 1
+        for (u32 part = 0; part < a.parts; ++part) {
+            const float4* from = of_thread + part * (Config::GROUPS * UNITS);
+            (add_sums(sums, from), ...);
+        }
+        return true;
+    }
+    // Threads of a warpgroup have 16 bytes each; another array follows.
+    template <int COUNT>
+    __device__ __forceinline__ static void put_sums(float4*& to, const float (&sums)[COUNT]) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4, to += 128) __stcg(to, make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]));
+    }
+    template <int COUNT>
+    __device__ __forceinline__ static void add_sums(float (&sums)[COUNT], const float4*& from) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4, from += 128) {
+            const float4 more = __ldcg(from);
+            sums[i] += more.x, sums[i + 1] += more.y, sums[i + 2] += more.z, sums[i + 3] += more.w;
+        }
+    }
+
     // `step(hidden, sight, tile)` for each tile of queries of each head; `hidden` says in its type whether some pair is.
     // `begin(of_group, tile)` comes before each head's, and may take the first. Work is read again where it is needed, so
     // that it takes no registers in the loops over tiles of 128 queries.

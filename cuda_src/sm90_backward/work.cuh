@@ -13,10 +13,15 @@ struct Work {
     int begin, end;            // tiles of queries of which some row sees some of the keys
     int clean_begin, clean_end;  // those of which every row sees all of them
     int sweep_first, sweep_last;  // tiles of keys of a sweep whose order is reversed; sweep_last < 0: it is not
-    int section, in_section;      // of kv heads, and which of its tickets it is
-    int unused[2];
+    int section, in_section;      // of kv heads, and which of its pieces of work it is
+    int split, part;  // of which split piece it is which part; split < 0: it is whole
 
     __device__ __forceinline__ void find(u32 ticket, const Arguments& a) {
+        split = -1, part = 0;
+        if (ticket >= a.whole) {
+            split = (ticket - a.whole) / a.parts, part = ticket - a.whole - split * a.parts;
+            ticket = a.whole + split;
+        }
         const u32 of_section = a.section * a.key_tiles;
         section = ticket / of_section, in_section = ticket - section * of_section;
         u32 head;
@@ -37,6 +42,10 @@ struct Work {
         kv_len = used_length(a.kv_lens, entry, a.kv_len);
         diagonal = a.top_left ? 0 : kv_len - q_len;
         find_queries(a);
+        if (split < 0) return;
+        const i64 count = end - begin;
+        end = begin + int(count * (part + 1) / a.parts), begin += int(count * part / a.parts);
+        clean_begin = min(max(clean_begin, begin), end), clean_end = min(max(clean_end, begin), end);
     }
 
     __device__ __forceinline__ void find_queries(const Arguments& a) {
@@ -90,7 +99,7 @@ struct Work {
         const u32 first[4] = {u32(entry), u32(kv_head), u32(tile), u32(q_len)};
         const u32 second[4] = {u32(kv_len), u32(diagonal), u32(begin), u32(end)};
         const u32 third[4] = {u32(clean_begin), u32(clean_end), u32(sweep_first), u32(sweep_last)};
-        const u32 fourth[4] = {u32(section), u32(in_section)};
+        const u32 fourth[4] = {u32(section), u32(in_section), u32(split), u32(part)};
         store_unit(shared, first), store_unit(shared + 16, second), store_unit(shared + 32, third);
         store_unit(shared + 48, fourth);
     }
@@ -102,12 +111,12 @@ struct Work {
         entry = first[0], kv_head = first[1], tile = first[2], q_len = first[3];
         kv_len = second[0], diagonal = second[1], begin = second[2], end = second[3];
         clean_begin = third[0], clean_end = third[1], sweep_first = third[2], sweep_last = third[3];
-        section = fourth[0], in_section = fourth[1];
+        section = fourth[0], in_section = fourth[1], split = fourth[2], part = fourth[3];
     }
 
     // That a warp has one of each field spares registers.
     __device__ __forceinline__ void make_uniform() {
-        for (int* field : {&entry, &kv_head, &tile, &q_len, &kv_len, &diagonal, &begin, &end, &clean_begin, &clean_end})
+        for (int* field : {&entry, &kv_head, &tile, &q_len, &kv_len, &diagonal, &begin, &end, &clean_begin, &clean_end, &split})
             *field = __shfl_sync(~0u, *field, 0);
     }
 };

@@ -38,11 +38,11 @@ _ALIGNMENT = 256  # bytes that parts of the workspace are multiples of
 _MAPS = ("q", "k", "v", "dout", "dk", "dv")
 _ARRAYS = ("out", "dout_rows", "lse", "dq")
 _LENGTHS = ("q_lens", "kv_lens")
-_PARTS = ("row_stats", "sums", "counters")  # of the workspace
+_PARTS = ("row_stats", "sums", "counters", "partials")  # of the workspace
 _STEPS = ("out_steps", "dout_steps", "lse_steps", "dq_steps")
 _INTS = (
     *("q_heads", "kv_heads", "group", "q_len", "kv_len", "head_dim", "head_dim_v", "q_tiles"),
-    *("key_tiles", "all_kv_heads", "tickets", "section", "sections", "sweep"),
+    *("key_tiles", "all_kv_heads", "tickets", "whole", "parts", "section", "sections", "sweep"),
     *("left", "right", "top_left"),
 )
 _FLOATS = ("premultiply", "factor", "scale")
@@ -73,15 +73,17 @@ def why(spec: AttentionSpec, device: Device) -> str:
 
 def plan(spec: AttentionSpec, device: Device) -> Tiling:
     variant = _Variant.of(spec)
-    tile, cut = variant.tile, Cut.of(spec, variant)
+    tile, cut = variant.tile, Cut.of(spec, variant, device)
     launch = Launch(
         _specialisation(variant),
-        blocks=min(device.sm_count or _SMS, cut.tickets),
+        blocks=cut.blocks,
         threads=_THREADS,
         shared_memory=tile.shared_memory(*variant.pair),
     )
     note = f"{GROUPS} warpgroups on {'the same keys' if tile.parted else '64 keys each'}"
     note += ", dQ added up in float32" + (" in turn" if variant.ordered else "")
+    if cut.split:
+        note += f"; {cut.split} of {cut.pieces} tiles of keys in {cut.parts} parts"
     return Tiling(tile.q_rows, tile.keys, 1, cut.workspace, note, launch)
 
 
@@ -91,9 +93,9 @@ def prepare(plan: Plan) -> Callable[[BackwardOperands], None]:
     spec, launch = plan.spec, plan.tiling.launch
     assert launch is not None
     variant = _Variant.of(spec)
-    cut = Cut.of(spec, variant)
+    cut = Cut.of(spec, variant, plan.device)
     loaded = module.load(launch.module, plan.device)
-    struct = _lasting_arguments(spec, variant, launch.blocks).tobytes()
+    struct = _lasting_arguments(spec, variant, cut).tobytes()
     rows = cut.query_tiles, _ROWS_THREADS, 0
     queues = [
         launcher(loaded.function(name), *shape, _CHANGING, struct, early=early)
@@ -228,21 +230,43 @@ class Cut:
     q_tiles: int  # of a query head
     key_tiles: int  # of a kv head
     query_tiles: int  # of all heads
-    tickets: int  # tiles of keys of all heads
+    pieces: int  # of work: tiles of keys of all heads
+    section: int  # kv heads whose queries stay in the L2 cache together
+    sections: int  # whose dQ begins as 0 one after the other; 1 where all does before
+    blocks: int
+    split: int  # the last of the pieces, which blocks share
+    parts: int  # of each of those
     sizes: dict[str, int]  # bytes of each part of the workspace
 
     @classmethod
-    def of(cls, spec: AttentionSpec, variant: _Variant) -> Cut:
-        tile = variant.tile
+    def of(cls, spec: AttentionSpec, variant: _Variant, device: Device) -> Cut:
+        tile, heads, section = variant.tile, spec.batch * spec.kv_heads, _section(spec, variant)
         q_tiles, key_tiles = -(-spec.q_len // tile.q_rows), -(-spec.kv_len // tile.keys)
-        query_tiles = spec.batch * spec.q_heads * q_tiles
+        query_tiles, pieces = spec.batch * spec.q_heads * q_tiles, heads * key_tiles
+        blocks = _blocks(device)
+        sections = -(-heads // section)
+        if key_tiles < _FEW_TILES or pieces < blocks:
+            sections = 1
+        split = pieces % blocks
+        # Pieces of other sections have to set the next one's dQ to 0; and where pieces take less
+        # from one to the next, the last are short as they are.
+        is_last = split <= (heads - (sections - 1) * section) * key_tiles or sections == 1
+        if not is_last or (variant.bounded and pieces > blocks):
+            split = 0
+        floats = tile.floats(*variant.pair)
+        parts = _parts(split, blocks, q_tiles, spec.group, 4 * floats)
+        split = split if parts > 1 else 0
         rows = query_tiles * tile.q_rows
         sizes = {
             "row_stats": 2 * 4 * rows,
             "sums": 4 * rows * variant.pair[0],
-            "counters": counters_size(_sections(spec, variant) + query_tiles * variant.ordered),
+            "counters": counters_size(sections + split * GROUPS + query_tiles * variant.ordered),
+            "partials": 4 * split * parts * floats,
         }
-        return cls(q_tiles, key_tiles, query_tiles, spec.batch * spec.kv_heads * key_tiles, sizes)
+        blocks = min(blocks, pieces - split + split * parts)
+        return cls(
+            q_tiles, key_tiles, query_tiles, pieces, section, sections, blocks, split, parts, sizes
+        )
 
     @property
     def places(self) -> dict[str, int]:
@@ -309,16 +333,33 @@ def _section(spec: AttentionSpec, variant: _Variant) -> int:
 _FEW_TILES = 4  # of keys: fewer pieces of work take long to set the next section to 0
 
 
-def _sections(spec: AttentionSpec, variant: _Variant) -> int:
-    """How many there are whose dQ begins as 0 one after the other; 1 where all does before."""
-    if -(-spec.kv_len // variant.tile.keys) < _FEW_TILES:
-        return 1
-    return -(-spec.batch * spec.kv_heads // _section(spec, variant))
+def _blocks(device: Device) -> int:
+    """How many run at once."""
+    return device.sm_count or _SMS
 
 
-def _lasting_arguments(spec: AttentionSpec, variant: _Variant, blocks: int) -> np.ndarray[Any, Any]:
+_MOST_PARTS = 16
+_MOVED = 1 << 17  # bytes that a block writes or reads while it would multiply one tile of queries
+
+
+def _parts(pieces: int, blocks: int, q_tiles: int, group: int, part_bytes: int) -> int:
+    """In how many parts fewer pieces of work than blocks take least: as long as the parts that a
+    block has, and as it takes one of them to write its sums and to read those of all.
+    """
+
+    def time(parts: int) -> float:
+        if parts == 1:
+            return q_tiles * group
+        moved = part_bytes / _MOVED
+        rounds = -(-pieces * parts // blocks)
+        return rounds * (-(-q_tiles // parts) * group + moved) + parts * moved
+
+    return min(range(1, min(_MOST_PARTS, q_tiles) + 1), key=time) if pieces else 1
+
+
+def _lasting_arguments(spec: AttentionSpec, variant: _Variant, cut: Cut) -> np.ndarray[Any, Any]:
     """`struct Arguments` without what changes with each call."""
-    cut, further = Cut.of(spec, variant), spec.gradients
+    further = spec.gradients
     assert further is not None
     arguments = np.zeros((), ARGUMENTS)
     for name in (
@@ -326,13 +367,13 @@ def _lasting_arguments(spec: AttentionSpec, variant: _Variant, blocks: int) -> n
         "scale",
     ):
         arguments[name] = getattr(spec, name)
-    for name in ("q_tiles", "key_tiles", "tickets"):
+    for name in ("q_tiles", "key_tiles", "parts", "section", "sections"):
         arguments[name] = getattr(cut, name)
+    whole = cut.pieces - cut.split
+    arguments["whole"], arguments["tickets"] = whole, whole + cut.split * cut.parts
     arguments["all_kv_heads"] = spec.batch * spec.kv_heads
     arguments["all_rows"] = cut.query_tiles * variant.tile.q_rows
-    section = _section(spec, variant)
-    arguments["section"], arguments["sweep"] = section, max(round(blocks / section), 1)
-    arguments["sections"] = _sections(spec, variant)
+    arguments["sweep"] = max(round(min(cut.blocks, cut.pieces) / cut.section), 1)
     arguments["left"], arguments["right"] = fused.window_bounds(spec)
     arguments["out_steps"] = spec.out.strides[:3]
     arguments["dout_steps"] = further.dout.strides[:3]

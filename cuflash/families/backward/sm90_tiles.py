@@ -36,6 +36,12 @@ class Tile:
         """Columns of dQ that a warpgroup multiplies at a time."""
         return head_dim // (1 if self.lines else GROUPS) // self.dq_chunks
 
+    def floats(self, head_dim: int, head_dim_v: int) -> int:
+        """That a block keeps of the sums of a part of a piece of work."""
+        if self.parted:
+            return 128 * max(head_dim, head_dim_v)
+        return 128 * (head_dim + head_dim_v)
+
     def registers(self, head_dim: int, head_dim_v: int) -> int:
         """Registers a thread for scores, their gradients and sums, without those beside them."""
         scores = self.q_rows // 2
