@@ -245,6 +245,9 @@ def test_sections_begin_as_0_one_after_the_other(
         ((32, 8), (4096, 4096), {}, 0, 1),  # 124, of which the last section has 32
         ((2, 1), (100, 40000), {}, 49, 1),  # one tile of queries
         ((1, 1), (40000, 100), {}, 1, 16),
+        ((1, 1), (16000, 16000), {"window": (5000, 0)}, 125, 1),  # nearly as many as there are
+        ((1, 1), (5000, 5000), {"window": (3000, 0)}, 40, 3),
+        ((1, 1), (5000, 5000), {"window": (100, 0)}, 40, 1),  # of few tiles each
     ],
 )
 def test_pieces_that_leave_blocks_idle_are_split(

@@ -254,7 +254,7 @@ class Cut:
         if not is_last or (variant.bounded and pieces > blocks):
             split = 0
         floats = tile.floats(*variant.pair)
-        parts = _parts(split, blocks, q_tiles, spec.group, 4 * floats)
+        parts = _parts(split, blocks, _most_seeing(spec, tile, q_tiles), spec.group, 4 * floats)
         split = split if parts > 1 else 0
         rows = query_tiles * tile.q_rows
         sizes = {
@@ -336,6 +336,14 @@ _FEW_TILES = 4  # of keys: fewer pieces of work take long to set the next sectio
 def _blocks(device: Device) -> int:
     """How many run at once."""
     return device.sm_count or _SMS
+
+
+def _most_seeing(spec: AttentionSpec, tile: Tile, q_tiles: int) -> int:
+    """Tiles of queries of a head that see some of a tile of keys, or a few more."""
+    if spec.left is None or spec.right is None:
+        return q_tiles
+    rows = spec.left + spec.right + tile.keys
+    return min(q_tiles, -(-rows // tile.q_rows) + 1)
 
 
 _MOST_PARTS = 16
